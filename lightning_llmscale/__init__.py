@@ -1,0 +1,1 @@
+"""Train an LLM at scale with PyTorch Lightning by changing one Trainer argument."""
