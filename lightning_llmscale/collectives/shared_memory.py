@@ -1,0 +1,347 @@
+"""All-reduce among the ranks of one host through memory they all map.
+
+Method: the tensor passes through the windows chunk by chunk. Of each chunk a rank *stages* the parts that others own,
+*reduces* the part it owns straight from its own tensor and the peers' windows, and *gathers* the finished parts of the
+others. Per byte of the tensor that is about (n-1)/n copies in, one pass of additions and one copy out, where a ring
+over sockets copies each byte twice more into and out of the kernel. The three stages of consecutive chunks overlap, so
+a rank seldom waits, and polls but briefly before it sleeps: each "staged" or "reduced" is one byte in a Unix socket,
+which wakes a sleeping peer, orders the memory accesses, and ends (EOF) when its process dies.
+
+The windows are anonymous (``memfd_create``, descriptors passed over the sockets): they have no name under ``/dev/shm``
+that a killed run could leave behind, and do not count against that mount's size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from lightning_llmscale.collectives.chunks import check_flat, chunk_bounds
+from lightning_llmscale.collectives.links import Link, LinkClosedError, Rendezvous, Watch, connect_links
+from lightning_llmscale.errors import ConfigurationError, PeerFailureError
+
+__all__ = ["SharedMemoryReducer"]
+
+_SLOTS = 3
+"""Chunks in flight: with three, stage(i), reduce(i-1) and gather(i-2) never share a slot (see ``_all_reduce``)."""
+
+_SPIN_SECONDS = 100e-6
+"""How long a waiting rank polls, yielding its core each time, before it sleeps: about the cost of a wake-up."""
+
+_STAGED, _REDUCED, _FAREWELL = b"S", b"R", b"F"
+
+
+class SharedMemoryReducer:
+    """Reduces through shared windows; half types are summed in fp32 in rank order and rounded once.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks, all on this machine.
+        store: Used once, to find the peers.
+        hosts: Machine name per rank, all equal.
+        watch: Ends waits for dead or silent peers.
+        chunk_bytes: Bytes of the tensor that pass through the window at a time. The window of each rank takes
+            ``3 * chunk_bytes * (1 + 1 / world_size)``.
+
+    Raises:
+        ConfigurationError: The ranks are on several machines, or this system lacks the memory or the facility; raised
+        on
+            every rank even if only one lacks it.
+        PeerFailureError: A rank did not show up.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        store: Store,
+        hosts: Sequence[str],
+        watch: Watch,
+        chunk_bytes: int = 2 << 20,
+    ) -> None:
+        if len(set(hosts)) != 1:
+            raise ConfigurationError(
+                f"algorithm='shared_memory' needs all ranks on one machine and they run on {sorted(set(hosts))}; "
+                "use algorithm='ring' or 'auto'."
+            )
+        self._rank, self._world_size, self._watch = rank, world_size, watch
+        self._chunk_bytes = chunk_bytes
+        self._result_bytes = -(-chunk_bytes // world_size) + 8  # + 8: parts are cut in whole elements
+        self._result_bytes += -self._result_bytes % 64
+        self._chunks_done = 0
+        self._operations = 0
+        self._scratch: tuple[Tensor, Tensor] | None = None
+        self._slots: dict[torch.dtype, tuple[list[list[Tensor]], list[list[Tensor]]]] = {}
+        rendezvous = Rendezvous(store, rank=rank, world_size=world_size, watch=watch, purpose="shared memory")
+        own = self._create_window(rendezvous)
+        try:
+            dialled, accepted = connect_links(rendezvous, hosts, dial=range(rank), accept=range(rank + 1, world_size))
+            self._tokens = _TokenMesh({**dialled, **accepted}, watch)
+            self._maps = self._map_windows(own)
+        finally:
+            os.close(own)
+
+    def _create_window(self, rendezvous: Rendezvous) -> int:
+        """Reserve this rank's window, or fail together with all ranks if any rank cannot."""
+        size, descriptor, problem = self._window_bytes, -1, None
+        try:
+            if sys.platform != "linux":
+                raise OSError(f"{sys.platform} has no memfd_create")
+            descriptor = os.memfd_create("llmscale-window", os.MFD_CLOEXEC)
+            # Reserves the pages now; a sparse file would end in SIGBUS on first touch when memory is short.
+            os.posix_fallocate(descriptor, 0, size)
+            mmap.mmap(descriptor, size).close()
+        except OSError as error:
+            problem = error.strerror or str(error)
+        problems = {
+            peer: record["problem"]
+            for peer, record in enumerate(rendezvous.exchange("window", {"problem": problem}))
+            if record["problem"]
+        }
+        if problems:
+            if descriptor >= 0:
+                os.close(descriptor)
+            peer, text = next(iter(problems.items()))
+            raise ConfigurationError(
+                f"Rank {peer} cannot reserve {size / 2**20:.1f} MiB of shared memory ({text}); raise the memory limit "
+                "of the container, or use algorithm='ring'."
+            )
+        return descriptor
+
+    @property
+    def _window_bytes(self) -> int:
+        return _SLOTS * (self._chunk_bytes + self._result_bytes)
+
+    def _map_windows(self, own: int) -> list[mmap.mmap]:
+        links = self._tokens.links
+        for link in links.values():
+            socket.send_fds(link.socket, [b"W"], [own])
+        maps = []
+        for peer in range(self._world_size):
+            descriptor = own if peer == self._rank else self._receive_descriptor(links[peer])
+            try:
+                window = mmap.mmap(descriptor, self._window_bytes)
+                if hasattr(mmap, "MADV_HUGEPAGE"):
+                    with contextlib.suppress(OSError):
+                        window.madvise(mmap.MADV_HUGEPAGE)
+                maps.append(window)
+            finally:
+                if peer != self._rank:
+                    os.close(descriptor)
+        return maps
+
+    def _receive_descriptor(self, link: Link) -> int:
+        started = time.monotonic()
+        while True:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(link.socket, 1, 1)
+            except BlockingIOError:
+                self._watch.check(started, f"rank {link.peer}", "the exchange of shared windows")
+                continue
+            if not message:
+                raise self._watch.closed(LinkClosedError(link.peer), "the exchange of shared windows")
+            return descriptors[0]
+
+    def all_reduce(self, flat: Tensor, scale: float) -> None:
+        """Replace ``flat`` by ``scale`` times its sum over all ranks.
+
+        Args:
+            flat: Contiguous 1-D CPU tensor, of equal length and dtype on all ranks.
+            scale: Factor applied once, by the owner of each part.
+
+        Raises:
+            ConfigurationError: The tensor cannot be reduced here.
+            PeerFailureError: A peer died, left or was silent for too long.
+        """
+        check_flat(flat)
+        self._operations += 1
+        try:
+            self._all_reduce(flat.detach(), scale)
+        except LinkClosedError as error:
+            failure = self._watch.closed(error, f"all-reduce {self._operations}")
+            self._tokens.leave(error.farewell or str(failure))
+            raise failure from error
+        except PeerFailureError as error:
+            self._tokens.leave(str(error))
+            raise
+
+    def _all_reduce(self, flat: Tensor, scale: float) -> None:
+        step = self._chunk_bytes // flat.element_size()
+        chunks = [flat[start : start + step] for start in range(0, flat.numel(), step)]
+        first, doing = self._chunks_done, f"all-reduce {self._operations}"
+        self._chunks_done += len(chunks)
+        self._tokens.goal = self._chunks_done
+        # Why three slots suffice: a peer announces stage(i) only after gather(i-3), so once all have announced chunk i,
+        # the result slot of i-3 is free for reduce(i); and my gather(i-3) proves that all have read my stage(i-3).
+        for index in range(len(chunks) + 2):
+            if index < len(chunks):
+                self._stage(chunks[index], first + index)
+                self._tokens.tell(_STAGED)
+            if 0 <= index - 1 < len(chunks):
+                self._tokens.wait(_STAGED, first + index, doing)
+                self._reduce(chunks[index - 1], first + index - 1, scale)
+                self._tokens.tell(_REDUCED)
+            if index >= 2:
+                self._tokens.wait(_REDUCED, first + index - 1, doing)
+                self._gather(chunks[index - 2], first + index - 2)
+
+    def _stage(self, chunk: Tensor, number: int) -> None:
+        stages, _ = self._views(chunk.dtype)
+        window = stages[self._rank][number % _SLOTS]
+        bounds = chunk_bounds(chunk.numel(), self._world_size)
+        begin, end = bounds[self._rank], bounds[self._rank + 1]
+        window[:begin].copy_(chunk[:begin])
+        window[end : chunk.numel()].copy_(chunk[end:])
+
+    def _reduce(self, chunk: Tensor, number: int, scale: float) -> None:
+        stages, results = self._views(chunk.dtype)
+        bounds = chunk_bounds(chunk.numel(), self._world_size)
+        begin, end = bounds[self._rank], bounds[self._rank + 1]
+        own = chunk[begin:end]
+        sources = [window[number % _SLOTS][begin:end] for window in stages]
+        sources[self._rank] = own
+        result = results[self._rank][number % _SLOTS][: end - begin]
+        if chunk.dtype in (torch.float16, torch.bfloat16):
+            self._sum_in_single_precision(sources, scale, result)
+        else:
+            torch.add(sources[0], sources[1], out=result)
+            for source in sources[2:]:
+                result.add_(source)
+            if scale != 1.0:
+                result.mul_(scale)
+        own.copy_(result)
+
+    def _sum_in_single_precision(self, sources: Sequence[Tensor], scale: float, result: Tensor) -> None:
+        if self._scratch is None:
+            capacity = self._result_bytes // 2
+            self._scratch = torch.empty(capacity), torch.empty(capacity)
+        total, converted = (scratch[: result.numel()] for scratch in self._scratch)
+        total.copy_(sources[0])
+        for source in sources[1:]:
+            total.add_(converted.copy_(source))  # an add_ of mixed types takes twice as long
+        result.copy_(total.mul_(scale))
+
+    def _gather(self, chunk: Tensor, number: int) -> None:
+        _, results = self._views(chunk.dtype)
+        bounds = chunk_bounds(chunk.numel(), self._world_size)
+        for owner, windows in enumerate(results):
+            if owner != self._rank:
+                part = chunk[bounds[owner] : bounds[owner + 1]]
+                part.copy_(windows[number % _SLOTS][: part.numel()])
+
+    def _views(self, dtype: torch.dtype) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """The stage and result slots of each rank as tensors of ``dtype``."""
+        if dtype not in self._slots:
+            size = dtype.itemsize
+            stage_starts = [slot * self._chunk_bytes for slot in range(_SLOTS)]
+            result_starts = [_SLOTS * self._chunk_bytes + slot * self._result_bytes for slot in range(_SLOTS)]
+            self._slots[dtype] = (
+                [
+                    [torch.frombuffer(m, dtype=dtype, count=self._chunk_bytes // size, offset=o) for o in stage_starts]
+                    for m in self._maps
+                ],
+                [
+                    [
+                        torch.frombuffer(m, dtype=dtype, count=self._result_bytes // size, offset=o)
+                        for o in result_starts
+                    ]
+                    for m in self._maps
+                ],
+            )
+        return self._slots[dtype]
+
+    def close(self) -> None:
+        """Leave the group; an all-reduce under way, here or on a peer, ends with an error."""
+        self._tokens.leave("it closed its reducer")
+        self._slots.clear()
+        for window in self._maps:
+            with contextlib.suppress(BufferError):  # still in use by an all-reduce that is just ending: freed with it
+                window.close()
+        self._maps.clear()
+
+
+class _TokenMesh:
+    """One-byte announcements between all pairs; every rank counts what each peer has announced since the start."""
+
+    def __init__(self, links: dict[int, Link], watch: Watch) -> None:
+        self.links = links
+        self._watch = watch
+        self._counts = {token: dict.fromkeys(links, 0) for token in (_STAGED, _REDUCED)}
+        self._ended: dict[int, LinkClosedError] = {}
+        self._last_sign = time.monotonic()
+        self.goal = 0
+
+    def tell(self, token: bytes) -> None:
+        for link in self.links.values():
+            try:
+                link.socket.send(token)
+            except OSError:  # gone, or so stalled that its buffer is full of tokens: matters when its own are missing
+                continue
+
+    def wait(self, token: bytes, count: int, doing: str) -> None:
+        """Until every peer has announced ``token`` at least ``count`` times."""
+        counts = self._counts[token]
+        self._last_sign = time.monotonic()
+        for peer, link in self.links.items():
+            while counts[peer] < count:
+                if peer in self._ended:
+                    raise self._ended[peer]
+                try:
+                    data = self._poll_briefly(link) or link.socket.recv(4096)
+                except BlockingIOError:
+                    self._look_around(doing)
+                except OSError:
+                    self._absorb(link, b"")
+                else:
+                    self._absorb(link, data)
+
+    @staticmethod
+    def _poll_briefly(link: Link) -> bytes | None:
+        until = time.monotonic() + _SPIN_SECONDS
+        while time.monotonic() < until:
+            if data := link.poll(4096):
+                return data
+            os.sched_yield()
+        return None
+
+    def _look_around(self, doing: str) -> None:
+        """A poll interval has passed: has anybody left, and if not, who holds the group up for how long?"""
+        for link in self.links.values():
+            data = link.poll()
+            if data is not None:
+                self._absorb(link, data)
+        for peer, error in self._ended.items():
+            if self._counts[_REDUCED][peer] < self.goal:  # a peer that left after its last part is no failure
+                raise error
+        progress = {peer: sum(counts[peer] for counts in self._counts.values()) for peer in self.links}
+        last = min(progress.values())
+        behind = ", ".join(str(peer) for peer in self.links if progress[peer] == last)
+        self._watch.check(self._last_sign, f"rank {behind}", doing)
+
+    def _absorb(self, link: Link, data: bytes) -> None:
+        tokens, left, words = data.partition(_FAREWELL)
+        if tokens:
+            self._last_sign = time.monotonic()
+        for token, counts in self._counts.items():
+            counts[link.peer] += tokens.count(token)
+        if left or not data:
+            while more := link.poll():
+                words += more
+            self._ended.setdefault(link.peer, LinkClosedError(link.peer, words.decode(errors="replace") or None))
+
+    def leave(self, reason: str) -> None:
+        """Tell every peer why, then close; safe to repeat and to call while another thread waits."""
+        for link in self.links.values():
+            with contextlib.suppress(OSError):
+                link.socket.send(_FAREWELL + reason.encode(), socket.MSG_DONTWAIT)
+            link.close()
