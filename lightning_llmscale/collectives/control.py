@@ -21,7 +21,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import TypeVar
 
@@ -120,6 +121,7 @@ class ControlPlane:
         self._failure: str | None = None
         self._gone: dict[int, str] = {}
         self._blocked: tuple[str, float, float] | None = None
+        self._region: tuple[str, float] | None = None
         self._closed = False
         if world_size == 1:
             return
@@ -185,6 +187,25 @@ class ControlPlane:
             return self._failure
 
         return poll
+
+    @contextmanager
+    def region(self, what: str) -> Iterator[None]:
+        """Mark a blocking call of the main thread that this plane cannot end, so that heartbeats tell of long waits."""
+        self._region = (what, time.monotonic())
+        try:
+            yield
+        finally:
+            self._region = None
+
+    def current_region(self) -> str | None:
+        """The marked call the main thread is in, if any."""
+        region = self._region
+        return None if region is None else region[0]
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def close(self, how: str = "has closed its trainer") -> None:
         """Say goodbye and release thread and connections. Idempotent."""
@@ -356,6 +377,9 @@ class ControlPlane:
         return json.dumps(beat if identity is None else {**beat, "identity": identity}).encode()
 
     def _long_blocked(self, now: float) -> str | None:
+        region = self._region
+        if region is not None and now - region[1] >= _BLOCKED_AFTER:
+            return region[0]
         if self._blocked is None:
             return None
         what, since, polled = self._blocked

@@ -1,0 +1,181 @@
+"""Data parallelism whose gradients travel by our own all-reduce: ring, shared memory, or torch's."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_llmscale import _compat
+from lightning_llmscale.collectives.ddp_hook import BucketReduction, reduce_bucket
+from lightning_llmscale.collectives.engine import CommunicationThread
+from lightning_llmscale.collectives.reducer import open_reducer
+from lightning_llmscale.errors import ConfigurationError, PeerFailureError
+from lightning_llmscale.strategies.base import ScalableStrategy
+
+__all__ = ["RingAllReduceStrategy"]
+
+
+class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
+    """Replicate the module on each process and average gradients by a ring or through shared memory.
+
+    Gradients are reduced bucket by bucket while backward still runs, and every rank receives the same bits. The mean is
+    exact when ranks hold different numbers of samples. A peer that dies is named on every rank at once.
+
+    Args:
+        algorithm: ``"ring"``: reduce-scatter then all-gather over sockets (Patarasuk and Yuan, 2009).
+            ``"shared_memory"``: all ranks on one host. ``"stock"``: torch's all-reduce. ``"auto"``: stock for NCCL,
+            shared memory on one CPU host, the ring between hosts.
+        bucket_cap_mb: Size of a gradient bucket in MiB; smaller ones overlap earlier, larger ones cost fewer messages.
+        peer_timeout: Seconds of silence after which another rank counts as stopped or unplugged.
+        find_unused_parameters: Whether parameters may take no part in a step's loss. ``"auto"`` allows it, at the price
+            of a walk over the autograd graph per step, unless `static_graph` is set.
+        static_graph: Promise that every step uses the same parameters in the same way.
+        uneven: When a user's own iterable loaders give ranks different numbers of batches: ``"drop"`` ends the epoch
+            with the shortest, ``"error"`` stops and names the ranks.
+        start_method: How processes start when no launcher such as torchrun did: ``"popen"`` runs the script again,
+            ``"spawn"`` and ``"fork"`` suit notebooks and return the weights to the calling process.
+
+    Raises:
+        ConfigurationError: If an option is wrong or cannot take effect.
+        RefusedFeatureError: For ``Trainer(sync_batchnorm=True)`` on CPU.
+
+    Example:
+        >>> trainer = Trainer(strategy=RingAllReduceStrategy(), accelerator="cpu", devices=2)  # doctest: +SKIP
+    """
+
+    name = "ring_allreduce"
+
+    def __init__(
+        self,
+        *,
+        algorithm: Literal["auto", "stock", "ring", "shared_memory"] = "auto",
+        bucket_cap_mb: float = 25.0,
+        peer_timeout: float = 30.0,
+        find_unused_parameters: bool | Literal["auto"] = "auto",
+        static_graph: bool = False,
+        uneven: Literal["drop", "error"] = "drop",
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
+    ) -> None:
+        _check(algorithm, bucket_cap_mb, find_unused_parameters, static_graph, start_method)
+        super().__init__(
+            peer_timeout=peer_timeout,
+            uneven=uneven,
+            start_method=start_method,
+            bucket_cap_mb=bucket_cap_mb,
+            static_graph=static_graph,
+            find_unused_parameters=not static_graph if find_unused_parameters == "auto" else find_unused_parameters,
+            gradient_as_bucket_view=True,
+        )
+        self.algorithm = algorithm
+        self._quiet_unused = find_unused_parameters == "auto"
+        self._reduction: BucketReduction | None = None
+
+    @override
+    def _configure_launcher(self) -> None:
+        # the first moment at which all options of the Trainer are known, on every rank and before any process starts
+        if _compat.layer_sync_requested(self) and self.root_device.type == "cpu":
+            self.refuse("sync_batchnorm_cpu")
+        super()._configure_launcher()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        with warnings.catch_warnings():
+            if self._quiet_unused:
+                warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified.*")
+            super().setup(trainer)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        if not isinstance(self.model, DistributedDataParallel):
+            raise ConfigurationError(f"{type(self).__name__} reduces gradients of a wrapped module only")
+        self._close_reduction()
+        algorithm = self.algorithm
+        if algorithm == "auto" and self.root_device.type == "cuda":
+            algorithm = "stock"
+        hosts = [a.decode() for a in self._exchange("the names of the hosts", socket.gethostname().encode())]
+        reducer = open_reducer(
+            algorithm,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            store=_compat.default_store(),
+            hosts=hosts,
+            peer_timeout=self.peer_timeout,
+            failure=self.control.waiting("the all-reduce of gradients"),
+        )
+        self._reduction = BucketReduction(CommunicationThread(reducer), scale=1.0 / self.world_size)
+        self.model.register_comm_hook(self._reduction, reduce_bucket)
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().backward(closure_loss, *args, **kwargs)
+        self._raise_reduction_error()
+        return loss
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._reduction is not None and self._weighting is not None:
+            self._reduction.scale = self._weighting.reduction_scale
+        super().pre_backward(closure_loss)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        # past DDP, whose forward broadcasts buffers: ranks need not run equally many evaluation batches
+        with self._evaluation_step("validation_step"), self.precision_plugin.val_step_context():
+            return self.lightning_module.validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_step("test_step"), self.precision_plugin.test_step_context():
+            return self.lightning_module.test_step(*args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._close_reduction()
+
+    @override
+    def teardown(self) -> None:
+        self._close_reduction()
+        super().teardown()
+
+    def _raise_reduction_error(self) -> None:
+        error = self._reduction.thread.error if self._reduction is not None else None
+        if error is None:
+            return
+        # the peer's own words, if they arrive, say more than the broken connection
+        sentence = self.control.wait_for_failure(1.0)
+        if sentence is not None:
+            raise PeerFailureError(sentence) from error
+        raise error
+
+    def _close_reduction(self) -> None:
+        if self._reduction is not None:
+            self._reduction.thread.close()
+            self._reduction = None
+
+
+def _check(
+    algorithm: str, bucket_cap_mb: float, find_unused_parameters: bool | str, static_graph: bool, start_method: str
+) -> None:
+    for option, value, valid in (
+        ("algorithm", algorithm, ("auto", "stock", "ring", "shared_memory")),
+        ("find_unused_parameters", find_unused_parameters, ("auto", True, False)),
+        ("start_method", start_method, ("popen", "spawn", "fork")),
+    ):
+        if value not in valid:
+            raise ConfigurationError(f"{option}={value!r} is unknown; use one of {', '.join(map(repr, valid))}")
+    if bucket_cap_mb <= 0:
+        raise ConfigurationError(f"bucket_cap_mb={bucket_cap_mb} is no size; give MiB > 0, for example 25")
+    if static_graph and find_unused_parameters is True:
+        raise ConfigurationError(
+            "find_unused_parameters=True cannot take effect with static_graph=True, which promises the same graph in "
+            "every step; drop one of them"
+        )
