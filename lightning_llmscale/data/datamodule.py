@@ -1,0 +1,245 @@
+"""The public door: WebDataset tar shards as a LightningDataModule."""
+
+from __future__ import annotations
+
+__all__ = ["WebDatasetDataModule"]
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule
+
+from lightning_llmscale.data.loader import BatchLoader, Cursor, Layout, collate_samples, evaluation_sizes
+from lightning_llmscale.data.order import auto_lanes
+from lightning_llmscale.data.progress import AlignProgress, compare_fingerprints, snapshot
+from lightning_llmscale.data.shards import expand_shards
+from lightning_llmscale.data.sources import VOCAB_SIZE, SampleSource, SequenceSource, Source
+from lightning_llmscale.errors import ConfigurationError, DataError
+
+_STATE_VERSION = 1
+
+
+class WebDatasetDataModule(LightningDataModule):
+    """Stream WebDataset shards in an order that depends on the seed alone, and resume it to the exact sample.
+
+    The same global batches are formed for any number of ranks and workers; every rank gets the same number of
+    batches. A checkpoint resumes exactly on another number of ranks or workers, in the middle of an epoch or of an
+    accumulation window, and with another ``global_batch_size``.
+
+    With ``seq_len``, the text of the samples becomes sequences for a language model: bytes are tokens 0 to 255, each
+    document ends with token 256, documents are joined and cut. A batch is ``{"input_ids": (B, T), "labels": (B, T)}``,
+    int64, where ``labels`` are the inputs shifted by one: ``cross_entropy(logits, labels)`` without another shift.
+
+    Without ``seq_len``, items are WebDataset's dicts (``__key__``, ``__url__``, one entry for each extension),
+    decoded by extension and stacked.
+
+    Validation and test read every item once, in stored order, on any number of ranks. When ranks or batches do not
+    divide, the last batches differ by a few items; see ``docs/data.md``.
+
+    Args:
+        train: Shards to train on: a brace pattern (``"shards/train-{000000..000015}.tar"``), a glob, a folder, or a
+            list.
+        val: Shards to validate on.
+        test: Shards to test on.
+        global_batch_size: Items in one batch over all ranks (before gradient accumulation).
+        seq_len: Tokens in a sequence; ``None`` for whole samples.
+        seed: Seed of the training order.
+        num_workers: DataLoader workers of each rank.
+        text_key: Extension of the member that holds the text, used with ``seq_len``.
+        collate: Makes a batch of a list of samples; torch's ``default_collate`` when ``None``.
+        lanes: Streams that a batch is dealt from; more mix better and keep more shards open. ``"auto"`` follows the
+            batch size and mixes about as well as a full shuffle (see ``docs/data.md``).
+        window: Shards open in each lane.
+        prefetch_factor: Batches each worker holds ready.
+        pin_memory: Copy batches to page-locked memory, for transfer to a GPU.
+
+    Raises:
+        DataError: A shard is missing, empty, truncated or no tar (at ``setup``), or the data changed since the
+        checkpoint. ConfigurationError: Options that contradict each other or the number of ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        train: str | Sequence[str] | None = None,
+        val: str | Sequence[str] | None = None,
+        test: str | Sequence[str] | None = None,
+        global_batch_size: int,
+        seq_len: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        text_key: str = "txt",
+        collate: Callable[[list[dict[str, Any]]], Any] | None = None,
+        lanes: int | str = "auto",
+        window: int = 4,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__()
+        _at_least(
+            1, global_batch_size=global_batch_size, seq_len=seq_len, window=window, prefetch_factor=prefetch_factor
+        )
+        _at_least(0, num_workers=num_workers, seed=seed)
+        if lanes != "auto":
+            if not isinstance(lanes, int):
+                raise ConfigurationError(f"lanes={lanes!r} is not possible; use 'auto' or a number.")
+            _at_least(1, lanes=lanes)
+        self.train, self.val, self.test = train, val, test
+        self.global_batch_size = global_batch_size
+        self.seq_len = seq_len
+        self.seed = seed
+        self.num_workers = num_workers
+        self._text_key = text_key
+        self._collate = collate or collate_samples
+        self._lanes = lanes if isinstance(lanes, int) else auto_lanes(global_batch_size)
+        self._lanes_chosen = isinstance(lanes, int)
+        self._window = window
+        self._prefetch_factor = prefetch_factor
+        self._pin_memory = pin_memory
+        self._sources: dict[str, Source] = {}
+        self._cursor = Cursor()
+        self._entered = 0
+        self._align = AlignProgress(self._cursor)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids with ``seq_len``: 256 bytes and the separator of documents."""
+        return VOCAB_SIZE
+
+    def setup(self, stage: str) -> None:
+        """Find the shards, read or make their indexes, and check them against the options and the number of ranks.
+
+        Args:
+            stage: ``"fit"``, ``"validate"`` or ``"test"``.
+        """
+        layout = self._layout()
+        if self.global_batch_size < layout.world_size:
+            raise ConfigurationError(
+                f"global_batch_size={self.global_batch_size} is smaller than the number of ranks, {layout.world_size}; "
+                f"use at least one item a rank."
+            )
+        for name in {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}.get(stage, ()):
+            shards = {"train": self.train, "val": self.val, "test": self.test}[name]
+            if shards is not None and name not in self._sources:
+                self._sources[name] = self._open(name, shards)
+        if stage == "fit":
+            self._setup_fit(layout)
+
+    def _setup_fit(self, layout: Layout) -> None:
+        items = self._source("train").items
+        if items < self.global_batch_size:
+            raise DataError(
+                f"train holds {items} {self._unit}, fewer than global_batch_size={self.global_batch_size}; use a batch "
+                f"of at most {items}, or more data."
+            )
+        if self.trainer is None:
+            return
+        if self.global_batch_size % layout.world_size and not getattr(self.trainer.strategy, "weights_ranks", False):
+            fit = self.global_batch_size - self.global_batch_size % layout.world_size
+            raise ConfigurationError(
+                f"global_batch_size={self.global_batch_size} does not divide by {layout.world_size} ranks, and "
+                f"{type(self.trainer.strategy).__name__} weights all ranks alike; use {fit} or "
+                f"{fit + layout.world_size}, or a strategy of lightning_llmscale, which weights ranks by their items."
+            )
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if self._align not in callbacks:
+            callbacks.insert(0, self._align)
+
+    def _open(self, name: str, patterns: str | Sequence[str]) -> Source:
+        shards = expand_shards(patterns, name)
+        if self.seq_len is None:
+            return SampleSource(shards, self.seed)
+        return SequenceSource(shards, self.seed, self.seq_len, self._text_key, name)
+
+    def _source(self, name: str) -> Source:
+        if name not in self._sources:
+            raise ConfigurationError(
+                f"The DataModule has no {name} data; give it {name}='shards/{name}-{{000..015}}.tar'."
+            )
+        return self._sources[name]
+
+    @property
+    def _unit(self) -> str:
+        return "samples" if self.seq_len is None else f"sequences of {self.seq_len} tokens"
+
+    def _layout(self) -> Layout:
+        strategy = self.trainer.strategy if self.trainer is not None else None
+        replica = getattr(strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        return Layout(
+            global_batch_size=self.global_batch_size,
+            rank=replica["rank"],
+            world_size=replica["num_replicas"],
+            num_workers=self.num_workers,
+            prefetch_factor=self._prefetch_factor,
+            pin_memory=self._pin_memory,
+            lanes=self._lanes,
+            window=self._window,
+        )
+
+    def train_dataloader(self) -> BatchLoader:
+        """Loader of the shuffled training data, from the position of the last loaded checkpoint on."""
+        source = self._source("train")
+        batches = source.items // self.global_batch_size
+        if not self._cursor.started:
+            rest = source.items - self._cursor.position
+            self._cursor.batch = self._entered = batches - rest // self.global_batch_size
+        sizes = [self.global_batch_size] * batches
+        return BatchLoader(source, self._layout(), sizes, self._cursor, self._collate)
+
+    def val_dataloader(self) -> BatchLoader | list[Any]:
+        """Loader of the validation data in stored order; empty when there is none."""
+        return self._evaluation("val") if self.val is not None else []
+
+    def test_dataloader(self) -> BatchLoader:
+        """Loader of the test data in stored order."""
+        return self._evaluation("test")
+
+    def _evaluation(self, name: str) -> BatchLoader:
+        source, layout = self._source(name), self._layout()
+        if source.items < layout.world_size:
+            raise DataError(
+                f"{name} holds {source.items} {self._unit}, fewer than the {layout.world_size} ranks; use fewer ranks "
+                f"or more data."
+            )
+        sizes = evaluation_sizes(source.items, self.global_batch_size, layout.world_size)
+        return BatchLoader(source, layout, sizes, collate=self._collate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position of the last optimizer step and a fingerprint of the data: under 1 kB, the same on every rank."""
+        if "train" not in self._sources or self.trainer is None:
+            return {}
+        position = snapshot(self._cursor, self.trainer, self.global_batch_size, self._entered)
+        return {"version": _STATE_VERSION, **position, "data": self._fingerprint()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a saved position.
+
+        Args:
+            state_dict: What :meth:`state_dict` returned, on any number of ranks.
+
+        Raises:
+            DataError: The data or the options that order it are not those of the checkpoint.
+        """
+        if "train" not in self._sources:
+            return  # the checkpoint was loaded to validate or test
+        if state_dict["version"] != _STATE_VERSION:
+            raise DataError(
+                f"The checkpoint's data position has version {state_dict['version']} and this release reads version "
+                f"{_STATE_VERSION}; resume with the release that wrote it."
+            )
+        if not self._lanes_chosen:
+            self._lanes = state_dict["data"]["lanes"]  # "auto" must not change with the batch size in mid-epoch
+        compare_fingerprints(state_dict["data"], self._fingerprint())
+        self._cursor.epoch, self._cursor.position = state_dict["epoch"], state_dict["position"]
+        self._cursor.batch, self._cursor.started = 0, False
+        self._align.resume(state_dict["processed"])
+
+    def _fingerprint(self) -> dict[str, Any]:
+        order = {"seed": self.seed, "lanes": self._lanes, "window": self._window}
+        return order | self._source("train").fingerprint()
+
+
+def _at_least(least: int, **options: int | None) -> None:
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise ConfigurationError(f"{name}={value} is not possible; use a whole number of at least {least}.")
