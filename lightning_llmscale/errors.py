@@ -12,6 +12,7 @@ __all__ = [
     "PeerFailureError",
     "RefusedFeatureError",
     "UnevenDataError",
+    "VerificationError",
 ]
 
 
@@ -37,3 +38,7 @@ class UnevenDataError(DataError):
 
 class PeerFailureError(LlmscaleError, RuntimeError):
     """Another rank died, left, raised or does something else; the message names it and what each was doing."""
+
+
+class VerificationError(LlmscaleError, RuntimeError):
+    """A run that ``verify`` needs failed or did not end in time, so there is nothing to compare."""
