@@ -298,6 +298,11 @@ class ScalableStrategy(_Base):
         finally:
             self._sync_blocked = False
 
+    @property
+    def batch_share(self) -> float:
+        """Replicas times this one's part of the samples of the latest training batch; 0 if that was a mere filler."""
+        return 1.0 if self._weighting is None else self._weighting.share
+
     def _phantom(self) -> bool:
         """Whether the current batch repeats a sample because nothing was left for this replica."""
         return self._step_share == 0.0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_llmscale.verification.diagnosis import explain_batch_norms, explain_gradients, explain_start
 from lightning_llmscale.verification.difference import difference, floor_of
-from lightning_llmscale.verification.recording import RankReader, State, read_ranks
+from lightning_llmscale.verification.recording import BatchRecord, RankReader, State, read_ranks
 from lightning_llmscale.verification.report import Finding, Largest, Quantity, Report
 from lightning_llmscale.verification.settings import Settings, default_tolerance
 
@@ -111,15 +111,16 @@ class _Comparison:
 
     def _mean_loss(self, index: int) -> float:
         """Mean over the replicas of one batch's losses, weighted by what each trained on."""
-        total = weights = 0.0
-        seen: set[int] = set()
+        found: dict[int, BatchRecord] = {}
         for rank in self._ranks:
             record = rank.batches[index] if index < len(rank.batches) else None
-            if record is not None and record.loss is not None and rank.info.replica not in seen:
-                seen.add(rank.info.replica)
-                total += record.loss * record.share
-                weights += record.share
-        return total / weights if weights else float("nan")
+            if record is not None and record.loss is not None:
+                found.setdefault(rank.info.replica, record)
+        shares = [record.share for record in found.values()]
+        if not any(shares):
+            shares = [1.0] * len(found)
+        total = sum(share * (record.loss or 0.0) for share, record in zip(shares, found.values(), strict=True))
+        return total / sum(shares) if found else float("nan")
 
     def _gradients(self, step: int) -> None:
         ours, reference = [rank.gradients(step) for rank in self._ranks], self._reference.gradients(step)

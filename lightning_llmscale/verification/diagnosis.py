@@ -45,7 +45,7 @@ def explain_gradients(
     right = [rank for rank in range(len(ranks)) if rank not in wrong]
     if right:
         return [
-            f"{_name(right).capitalize()} agrees with the plain run and {_name(wrong)} does not: {_name(wrong)} skipped "
+            f"{_name(right).capitalize()} agrees with the plain run and {_name(wrong)} does not, as if it had skipped "
             "the synchronisation of gradients, or ignored its result."
         ]
     whole = {name for name in reference if all(name in ours for ours in ranks)}

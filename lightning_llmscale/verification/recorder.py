@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_llmscale.errors import ConfigurationError
+from lightning_llmscale.strategies.base import ScalableStrategy
 from lightning_llmscale.verification.batches import sample_count
 from lightning_llmscale.verification.isolation import NoDropout
 from lightning_llmscale.verification.recording import BatchRecord, RankInfo, RankWriter, State
@@ -91,12 +92,15 @@ class Recorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         outputs = outputs if isinstance(outputs, dict) else {"loss": outputs}
+        weight = _number(outputs.get("loss_weight"))
+        # where too few samples are left for all ranks, one repeats a sample whose loss then counts nothing
+        filler = isinstance(trainer.strategy, ScalableStrategy) and trainer.strategy.batch_share == 0
         record = BatchRecord(
             epoch=trainer.current_epoch,
             step=self._step,
             loss=_number(outputs.get("loss")),
-            weight=_number(outputs.get("loss_weight")),
-            samples=self._samples,
+            weight=0.0 if filler and weight is not None else weight,
+            samples=0 if filler else self._samples,
         )
         self._open().batch_done(record)
         self._batches_done += 1

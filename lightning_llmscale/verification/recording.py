@@ -26,7 +26,7 @@ class BatchRecord:
         step: Optimizer steps done before this batch; batches of equal step were accumulated.
         loss: As Lightning reports it (already divided by the accumulation), None where the rank computed none.
         weight: ``loss_weight`` the module returned, None if it returned none.
-        samples: Samples in the batch.
+        samples: Samples in the batch; 0 if it only filled a gap and counts nothing.
     """
 
     epoch: int

@@ -89,7 +89,8 @@ class RecordedBatches:
         epoch = self._trainer.current_epoch
         for index, records in enumerate(self.records):
             if records[0].epoch == epoch:
-                yield self._join([r.batch(index) for r in self._replicas if index < len(r.batches)])
+                holders = [r for r in self._replicas if index < len(r.batches) and r.batches[index].samples]
+                yield self._join([holder.batch(index) for holder in holders or self._replicas[:1]])
 
     def __len__(self) -> int:
         """Batches of a full epoch, also where the recording ends earlier: the user's schedule may ask for it."""
@@ -137,24 +138,26 @@ def _copy(name: str, value: Tensor, target: Tensor) -> None:
 
 
 def loss_factors(records: Sequence[Sequence[BatchRecord]], accumulate: int) -> list[float]:
-    """What each batch's loss is multiplied by, so that an optimizer step sees the mean over all it accumulated.
+    """What each batch's loss is multiplied by, so that an optimizer step sees the mean by declared weights.
 
-    Lightning divides each loss by ``accumulate``, which is that mean only if the batches weigh the same and none is
-    missing at the end of an epoch. A batch weighs its ``loss_weight``, or its samples.
+    Lightning divides each loss by ``accumulate``. That is right for plain means; a module that returns a
+    ``loss_weight`` asks for the weighted mean over all batches of a step, however many they are.
 
     Args:
         records: For each batch, the records of the replicas.
         accumulate: Batches per optimizer step.
 
     Returns:
-        One factor per batch; all are 1 where plain Lightning already computes the mean.
+        One factor per batch; all are 1 if the module declares no weights.
     """
+    if any(record.weight is None for replicas in records for record in replicas):
+        return [1.0] * len(records)
     weights = [sum(record.share for record in replicas) for replicas in records]
     factors: list[float] = []
     for _, window in groupby(range(len(records)), key=lambda index: records[index][0].step):
         members = list(window)
         total = sum(weights[index] for index in members)
-        factors += [accumulate * weights[index] / total if total else 1.0 for index in members]
+        factors += [accumulate * weights[index] / total if total else 0.0 for index in members]
     return factors
 
 
