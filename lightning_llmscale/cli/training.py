@@ -1,0 +1,90 @@
+"""`llmscale fit | validate | test | predict`: LightningCLI that knows our strategies and speaks briefly."""
+
+from __future__ import annotations
+
+__all__ = ["LlmscaleCLI", "LlmscaleTrainer", "run"]
+
+from collections.abc import Sequence
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_llmscale.cli.checks import check_checkpoint, check_writable
+from lightning_llmscale.cli.parser import LlmscaleParser
+from lightning_llmscale.cli.strategy_names import check_strategy_name, import_named_classes
+from lightning_llmscale.errors import ConfigurationError
+
+
+class LlmscaleTrainer(Trainer):
+    """Lightning's Trainer whose `strategy` is read as a class first and as a name second.
+
+    Lightning declares ``str | Strategy``, so a parser takes the class path ``package.MyStrategy`` for a name and fails.
+    In the other order a class path, or the bare name of an imported class, becomes the class; ``ddp`` stays a name.
+    """
+
+    def __init__(self, *, strategy: Strategy | str = "auto", **kwargs: Any) -> None:
+        """Forwards to Lightning's Trainer (jsonargparse follows the forwarding and offers every option of it).
+
+        Args:
+            strategy: How to train on several processes: a class path, a bare class name or a registered name.
+                `llmscale strategies` lists them.
+        """
+        super().__init__(strategy=strategy, **kwargs)
+
+
+class LlmscaleCLI(LightningCLI):
+    """LightningCLI with the strategies of this package registered and every mistake found before a process starts.
+
+    Args:
+        argv: The command line without the program's name, subcommand first.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = list(argv)
+        super().__init__(
+            trainer_class=LlmscaleTrainer,
+            parser_class=LlmscaleParser,
+            parser_kwargs={"prog": "llmscale"},
+            save_config_kwargs={"overwrite": True},  # without a logger a second run writes to the same folder
+        )
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        self.config = parser.parse_args(self._argv)
+        options = self.config[self.config.subcommand]
+        if not isinstance(options.trainer, Namespace):
+            raise ConfigurationError(
+                f"trainer: {options.trainer!r} holds no options; write a mapping such as max_steps: 5."
+            )
+        check_strategy_name(options.trainer.strategy)
+        check_checkpoint(options.get("ckpt_path"))
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        try:
+            trainer = super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ValueError) as error:
+            remedy = " Give a number of at least 1 or auto." if "devices=" in str(error) else ""
+            raise ConfigurationError(f"{error}{remedy}") from error
+        check_writable("trainer.default_root_dir", trainer.default_root_dir)
+        for logger in trainer.loggers:
+            check_writable("the logger's save_dir", logger.save_dir)
+        for callback in trainer.checkpoint_callbacks:
+            check_writable("the checkpoint callback's dirpath", getattr(callback, "dirpath", None))
+        return trainer
+
+
+def run(args: list[str]) -> int:
+    """Runs ``args[0]``, one of fit, validate, test and predict, with the options in ``args[1:]``.
+
+    Returns:
+        0; a failure raises.
+    """
+    import_named_classes()
+    LlmscaleCLI(args)
+    return 0
