@@ -50,8 +50,8 @@ LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_
 STACK_SIGNAL = signal.SIGUSR2
 STACK_SECONDS = 0.5
 THREAD_GRACE_SECONDS = 3.0
-#: tqdm keeps one monitor thread per process for good.
-PERMANENT_THREADS = ("TMonitor",)
+#: Once per process: the monitor of tqdm, and the control plane of a strategy, which lives as long as the process group.
+PERMANENT_THREADS = ("TMonitor", "llmscale-control")
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,9 @@ def leaked_threads(before: set[threading.Thread]) -> tuple[str, ...]:
     """Threads that the function started and that are still there after a grace period."""
     deadline = time.monotonic() + THREAD_GRACE_SECONDS
     while True:
-        left = [t for t in threading.enumerate() if t not in before and type(t).__name__ not in PERMANENT_THREADS]
+        left = [thread for thread in threading.enumerate() if thread not in before]
+        permanent = {kind: t for t in left for kind in PERMANENT_THREADS if kind in (t.name, type(t).__name__)}
+        left = [thread for thread in left if thread not in permanent.values()]  # a second one of a kind is a leak
         if not left or time.monotonic() > deadline:
             return tuple(f"thread {t.name!r} ({'daemon' if t.daemon else 'not a daemon'})" for t in left)
         left[0].join(0.05)
