@@ -83,14 +83,8 @@ class AlignProgress(Callback):
             self._steps = None
 
 
-_DIFFERENCES = {
-    "shards": "it had {old} shards, now {new}",
-    "samples": "it had {old} samples, now {new}",
-    "tokens": "it had {old} tokens, now {new}",
-    "seq_len": "seq_len was {old}, now {new}",
-    "seed": "seed was {old}, now {new}",
-    "lanes": "lanes was {old}, now {new}",
-    "window": "window was {old}, now {new}",
+_NUMBERS = ("shards", "samples", "tokens", "seq_len", "seed", "lanes", "window")
+_DIGESTS = {
     "names": "shards were renamed or are listed in another order",
     "counts": "samples moved between shards, or the shards are listed in another order",
     "sizes": "documents changed their lengths",
@@ -101,15 +95,17 @@ def compare_fingerprints(saved: Mapping[str, Any], present: Mapping[str, Any]) -
     """Refuse to resume on other data than the checkpoint's.
 
     Raises:
-        DataError: Names each difference.
+        DataError: Names what changed.
     """
-    differences = [
-        _DIFFERENCES.get(name, f"{name} was {{old}}, now {{new}}").format(old=saved.get(name), new=present.get(name))
-        for name in sorted({*saved, *present}, key=lambda name: (name not in _DIFFERENCES, name))
+    changed = [
+        f"{name} was {saved.get(name)}, now {present.get(name)}"
+        for name in _NUMBERS
         if saved.get(name) != present.get(name)
     ]
-    if differences:
+    if not changed:
+        changed = [text for name, text in _DIGESTS.items() if saved.get(name) != present.get(name)]
+    if changed:
         raise DataError(
-            f"The training data is not what this checkpoint was made with: {'; '.join(differences)}. Resume with the "
-            f"same data and options, or start a new run from the weights alone."
+            f"The training data is not what this checkpoint was made with: {'; '.join(changed)}. Resume with the same "
+            f"data and options, or start a new run from the weights alone."
         )
