@@ -91,6 +91,7 @@ class CommunicationThread:
 
     def _run(self, started: threading.Event) -> None:
         torch.set_num_threads(1)  # additions run beside backward: they must not take the cores it computes on
+        torch.get_num_threads()  # fixes the number of this thread now; else it would be read from the default later on
         started.set()
         while (item := self._queue.get()) is not None:
             flat, scale, future = item

@@ -85,6 +85,15 @@ class Watch:
                 f"unplugged or busy elsewhere; raise peer_timeout (now {self.peer_timeout:g} s) if steps take so long."
             )
 
+    def check_open(self, closed: bool, doing: str) -> None:
+        """Refuse to go on with ``doing`` once this rank itself has closed its reducer.
+
+        Raises:
+            PeerFailureError: It has.
+        """
+        if closed:
+            raise PeerFailureError(f"Rank {self.rank} has closed its own reducer and so cannot do {doing}.")
+
     def closed(self, error: LinkClosedError, doing: str) -> PeerFailureError:
         """Say what the end of a link means: the peer's own words if it left any, else that it died."""
         prefix = f"Rank {self.rank} waited for rank {error.peer} in {doing}"

@@ -65,6 +65,7 @@ class RingReducer:
         self._rank, self._world_size, self._watch = rank, world_size, watch
         self._segment_bytes = segment_bytes
         self._operations = 0
+        self._closed = False
         self._received = torch.empty(segment_bytes, dtype=torch.uint8)
         self._scratch = torch.empty(0), torch.empty(0)
         self._header = memoryview(bytearray(FRAME.size))
@@ -89,9 +90,11 @@ class RingReducer:
         """
         check_flat(flat)
         self._operations += 1
+        self._watch.check_open(self._closed, f"all-reduce {self._operations}")
         try:
             self._all_reduce(flat.detach(), scale)
         except LinkClosedError as error:
+            self._watch.check_open(self._closed, self._doing())
             if error.farewell is None and error.peer == self._next.peer and (words := self._next.poll()):
                 error.farewell = words.decode(errors="replace")
             failure = self._watch.closed(error, self._doing())
@@ -204,7 +207,8 @@ class RingReducer:
 
     def close(self) -> None:
         """Leave the ring; an all-reduce under way, here or on a peer, ends with an error."""
-        self._leave("it closed its reducer")
+        self._closed = True
+        self._leave(f"rank {self._rank} closed its reducer")
 
 
 @dataclass

@@ -18,6 +18,7 @@ import mmap
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -78,6 +79,8 @@ class SharedMemoryReducer:
         self._chunk_bytes = chunk_bytes
         self._result_bytes = -(-chunk_bytes // world_size) + 8  # + 8: parts are cut in whole elements
         self._result_bytes += -self._result_bytes % 64
+        self._in_use = threading.Lock()
+        self._closed = False
         self._chunks_done = 0
         self._operations = 0
         self._scratch: tuple[Tensor, Tensor] | None = None
@@ -164,16 +167,20 @@ class SharedMemoryReducer:
             PeerFailureError: A peer died, left or was silent for too long.
         """
         check_flat(flat)
-        self._operations += 1
-        try:
-            self._all_reduce(flat.detach(), scale)
-        except LinkClosedError as error:
-            failure = self._watch.closed(error, f"all-reduce {self._operations}")
-            self._tokens.leave(error.farewell or str(failure))
-            raise failure from error
-        except PeerFailureError as error:
-            self._tokens.leave(str(error))
-            raise
+        with self._in_use:
+            self._operations += 1
+            doing = f"all-reduce {self._operations}"
+            self._watch.check_open(self._closed, doing)
+            try:
+                self._all_reduce(flat.detach(), scale)
+            except LinkClosedError as error:
+                self._watch.check_open(self._closed, doing)
+                failure = self._watch.closed(error, doing)
+                self._tokens.leave(error.farewell or str(failure))
+                raise failure from error
+            except PeerFailureError as error:
+                self._tokens.leave(str(error))
+                raise
 
     def _all_reduce(self, flat: Tensor, scale: float) -> None:
         step = self._chunk_bytes // flat.element_size()
@@ -262,12 +269,13 @@ class SharedMemoryReducer:
 
     def close(self) -> None:
         """Leave the group; an all-reduce under way, here or on a peer, ends with an error."""
-        self._tokens.leave("it closed its reducer")
-        self._slots.clear()
-        for window in self._maps:
-            with contextlib.suppress(BufferError):  # still in use by an all-reduce that is just ending: freed with it
+        self._closed = True
+        self._tokens.leave(f"rank {self._rank} closed its reducer")
+        with self._in_use:  # a thread that waits in all_reduce is awake now and on its way out
+            self._slots.clear()
+            for window in self._maps:
                 window.close()
-        self._maps.clear()
+            self._maps.clear()
 
 
 class _TokenMesh:
