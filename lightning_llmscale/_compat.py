@@ -40,8 +40,9 @@ __all__ = [
     "current_loader",
     "default_store",
     "guard_signal_check",
+    "inject_sampler",
+    "injects_sampler",
     "install_results",
-    "keep_own_samplers",
     "layer_sync_requested",
     "logged_steps",
     "preserved_metric_states",
@@ -60,7 +61,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "trainer:_logger_connector.epoch_end_reached": "the moment after which epoch metrics are computed",
     "trainer:_logger_connector.update_eval_epoch_metrics": "the same, once hooks have logged",
     "trainer:_logger_connector.update_train_epoch_metrics": "the same, once hooks have logged",
-    "trainer:_accelerator_connector.use_distributed_sampler": "Lightning's injected sampler always shuffles in training",
+    "trainer:_accelerator_connector.use_distributed_sampler": "Lightning's own sampler always shuffles in training",
     "trainer:_results": "the collection of the running loop knows the index of the data loader",
     "trainer:fit_loop._combined_loader": "the loaders of the running fit, flattened",
     "trainer:fit_loop.epoch_loop._results": "replaced by the aligned collection",
@@ -68,14 +69,13 @@ PRIVATE_NAMES: dict[str, str] = {
     "trainer:validate_loop._results": "replaced by the aligned collection",
     "trainer:test_loop._results": "replaced by the aligned collection",
     "trainer:fit_loop.epoch_loop._broadcast_sigterm_tensor": "a torch collective before each batch; waits are watched",
-    "trainer:fit_loop.epoch_loop._batches_that_stepped": "the loggers' axis, moved back with the batch counter on resume",
+    "trainer:fit_loop.epoch_loop._batches_that_stepped": "the loggers' axis, moved back with the batches on resume",
     "trainer:_evaluation_loop._combined_loader": "the loaders of the running evaluation, flattened",
     "lightning.pytorch.strategies:DDPStrategy._register_ddp_hooks": "Lightning registers hooks on CUDA only",
     "lightning.pytorch.strategies:DDPStrategy._configure_launcher": "the place where Trainer options are complete",
     "strategy:_layer_sync": "tells whether sync_batchnorm was asked for",
     "strategy:_ddp_kwargs": "arguments of DistributedDataParallel",
     "torchmetrics:Metric._copy_state_dict": "a repeated sample must not count in a metric's state",
-    "torchmetrics:Metric._restore_cache": "the same",
     "torch.distributed.distributed_c10d:_get_default_store": "rendezvous of our own connections",
 }
 """Where each private name is found (`module:path`, or a path on a Trainer or a strategy) and why it is needed."""
@@ -91,12 +91,14 @@ def layer_sync_requested(strategy: DDPStrategy) -> bool:
     return strategy._layer_sync is not None
 
 
-def keep_own_samplers(trainer: Trainer, keep: bool) -> bool:
-    """Switch Lightning's sampler injection off (`keep`) or on; returns what it was."""
-    connector = trainer._accelerator_connector
-    before = bool(connector.use_distributed_sampler)
-    connector.use_distributed_sampler = not keep
-    return before
+def injects_sampler(trainer: Trainer) -> bool:
+    """Whether Lightning is to inject a distributed sampler (``Trainer(use_distributed_sampler=...)``)."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def inject_sampler(trainer: Trainer, inject: bool) -> None:
+    """Switch Lightning's sampler injection on or off."""
+    trainer._accelerator_connector.use_distributed_sampler = inject
 
 
 def training_loaders(trainer: Trainer) -> list[Any]:
@@ -177,5 +179,6 @@ def preserved_metric_states(module: LightningModule) -> Iterator[None]:
         yield
     finally:
         for metric, (states, updates, computed) in zip(metrics, saved, strict=True):
-            metric._restore_cache(states)
+            for name, state in states.items():
+                setattr(metric, name, state)
             metric._update_count, metric._computed = updates, computed

@@ -1,8 +1,9 @@
 """Small, self-describing collectives between all ranks, and the channel by which a failure becomes known everywhere.
 
-Gradients travel elsewhere. This plane carries the few bytes by which ranks agree (metrics, decisions, "is there another
-batch?") and, beside them, heartbeats. Every operation names itself, so ranks that took different ways through the
-program get an error in words instead of a hang; a rank that dies, raises, leaves or falls silent is named on all others.
+Gradients travel elsewhere. This plane carries the few bytes by which ranks agree (metrics, decisions, "is there
+another batch?") and, beside them, heartbeats. Every operation names itself, so ranks that took different ways through
+the program get an error in words instead of a hang; a rank that dies, raises, leaves or falls silent is named on all
+others.
 
 Shape: a star. Rank 0 keeps one TCP connection to each other rank and a `roster.Roster` that judges arrivals. One daemon
 thread per process reads the connections and beats once a second; callers block on a condition. Connections prove
@@ -177,7 +178,7 @@ class ControlPlane:
             return self._failure
 
     def waiting(self, what: str) -> Callable[[], str | None]:
-        """A `failure` function for a data plane to poll while it waits for `what`; heartbeats then tell of long waits."""
+        """A `failure` function for a data plane to poll while it waits for `what`; heartbeats tell of long waits."""
 
         def poll() -> str | None:
             now = time.monotonic()

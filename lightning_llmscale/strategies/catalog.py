@@ -41,7 +41,7 @@ STRATEGIES: dict[str, StrategyEntry] = {
             name="ring_allreduce",
             class_path="lightning_llmscale.RingAllReduceStrategy",
             summary=(
-                "The whole model fits on each device; one CPU host, slow links, or a dead peer that must be known at once."
+                "The model fits on each device: one CPU host, slow links, or a dead peer that must be known at once."
             ),
             refuses={
                 "sync_batchnorm_cpu": (

@@ -1,8 +1,9 @@
 """Epoch metrics that are equal on all ranks, whoever logged them.
 
-Lightning reduces each logged value by one collective per metric, in the order in which this rank first logged it. Ranks
-that logged different metrics, or none because they had no batch, then wait for each other for ever or add up different
-things. Here ranks first agree on the list of metrics; one that a rank never logged is filled in with its neutral element.
+Lightning reduces each logged value by one collective per metric, in the order in which this rank first logged it.
+Ranks that logged different metrics, or none because they had no batch, then wait for each other for ever or add up
+different things. Here ranks first agree on the list of metrics; one that a rank never logged is filled in with its
+neutral element.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _META_FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "redu
 
 
 class _NamedReduction:
-    """A reduction over ranks that knows what it reduces. Lightning copies logged metrics deeply, which must end here."""
+    """A reduction over ranks that knows what it reduces. Lightning copies logged metrics deeply: not this."""
 
     def __init__(self, reduce: NamedReduce, what: str) -> None:
         self._reduce, self._what = reduce, what
@@ -59,7 +60,7 @@ class AlignedResults(ResultCollection):
         what = f"the metric {name!r} logged in {fx}"
         return self._named.setdefault(what, _NamedReduction(self._reduce, what))
 
-    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """As in Lightning; the reduction carries the metric's name, and a repeated sample weighs nothing."""
         kwargs["sync_dist_fn"] = self._reduce_of(fx, name)
         if self._phantom():
@@ -85,7 +86,9 @@ class AlignedResults(ResultCollection):
 
     def _neutral(self, description: dict[str, Any], module: LightningModule) -> ResultMetric:
         meta = ResultMetadata(**description["meta"])
-        meta.sync = ResultSync(fn=self._reduce_of(meta.fx, meta.name), _should=description["should"], _op=description["op"])
+        meta.sync = ResultSync(
+            fn=self._reduce_of(meta.fx, meta.name), _should=description["should"], _op=description["op"]
+        )
         item = ResultMetric(meta, description["is_tensor"])
         if not description["is_tensor"]:
             metric = dict(module.named_modules())[meta.metric_attribute]

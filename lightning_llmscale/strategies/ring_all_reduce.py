@@ -6,8 +6,7 @@ import socket
 import warnings
 from typing import Any, Literal
 
-import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -129,12 +128,12 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         # past DDP, whose forward broadcasts buffers: ranks need not run equally many evaluation batches
         with self._evaluation_step("validation_step"), self.precision_plugin.val_step_context():
-            return self.lightning_module.validation_step(*args, **kwargs)
+            return self._module().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._evaluation_step("test_step"), self.precision_plugin.test_step_context():
-            return self.lightning_module.test_step(*args, **kwargs)
+            return self._module().test_step(*args, **kwargs)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -145,6 +144,11 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
     def teardown(self) -> None:
         self._close_reduction()
         super().teardown()
+
+    def _module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise ConfigurationError(f"{type(self).__name__} runs steps only inside a Trainer")
+        return self.lightning_module
 
     def _raise_reduction_error(self) -> None:
         error = self._reduction.thread.error if self._reduction is not None else None

@@ -1,11 +1,11 @@
 """The exact global mean: how much each rank's loss counts.
 
-A loss that is a mean over its batch must be averaged over ranks in proportion to what each rank's batch holds. Two rules:
+A loss that is a mean over its batch must be averaged over ranks in proportion to what each rank's batch holds:
 
 * *Sample counts.* In one global batch ``i`` rank ``r`` holds ``n[r, i]`` of ``N[i]`` samples; its loss counts
   ``n[r, i] / N[i]``. Accumulated batches count ``1 / accumulate_grad_batches`` each, as in plain Lightning.
-* *Declared weights.* ``training_step`` returns ``{"loss": ..., "loss_weight": w}`` (tokens, say). Over all ranks and the
-  whole accumulation window, also an incomplete one, the gradient is ``sum(w * grad) / sum(w)``.
+* *Declared weights.* ``training_step`` returns ``{"loss": ..., "loss_weight": w}`` (tokens, say). Over all ranks and
+  the whole accumulation window, also an incomplete one, the gradient is ``sum(w * grad) / sum(w)``.
 """
 
 from __future__ import annotations
