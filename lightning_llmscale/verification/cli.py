@@ -96,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tolerance",
         type=float,
-        help="largest relative difference that counts as equal (default: 1e-5 in fp32, 1e-10 in fp64, 1e-2 in fp16, "
-        "5e-2 in bf16; ten times that with --optimizer user)",
+        help="largest relative difference that counts as equal (default: 1e-5 in fp32, 1e-10 in fp64, looser in 16 "
+        "bits; ten times that with --optimizer user)",
     )
     parser.add_argument("--keep-dropout", action="store_true", help="leave dropout on (ranks draw other masks)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")

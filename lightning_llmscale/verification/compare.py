@@ -37,7 +37,7 @@ def compare(recorded: Path, plain: Path, settings: Settings) -> Report:
     tolerance = settings.tolerance
     if tolerance is None:
         tolerance = default_tolerance(info.precision, settings.optimizer, info.reduced_matmul)
-    comparison = _Comparison(ranks, reference, tolerance)
+    comparison = _Comparison(ranks, reference, tolerance, adaptive=settings.optimizer == "user")
     comparison.start()
     comparison.training()
     comparison.end()
@@ -61,12 +61,22 @@ def compare(recorded: Path, plain: Path, settings: Settings) -> Report:
 
 
 class _Comparison:
-    """Walks through the recordings in the order of the training and collects differences."""
+    """Walks through the recordings in the order of the training and collects differences.
 
-    def __init__(self, ranks: Sequence[RankReader], reference: RankReader, tolerance: float) -> None:
+    Args:
+        ranks: Recordings of the run under the strategy.
+        reference: Recording of the plain run.
+        tolerance: Largest relative difference that counts as equal.
+        adaptive: Whether the optimizer may divide gradients by their size. Weights whose gradients are nothing but
+            rounding (the key bias of attention) then move at random, and are left out.
+    """
+
+    def __init__(self, ranks: Sequence[RankReader], reference: RankReader, tolerance: float, *, adaptive: bool) -> None:
         self._ranks = ranks
         self._reference = reference
         self._tolerance = tolerance
+        self._adaptive = adaptive
+        self._largest_gradients: dict[str, Tensor] = {}
         self._held = [list(rank.state("start").parameters) for rank in ranks]
         self.largest: dict[Quantity, Largest] = {}
         self.findings: list[Finding] = []
@@ -91,6 +101,8 @@ class _Comparison:
 
     def end(self) -> None:
         states, reference = [rank.state("end") for rank in self._ranks], self._reference.state("end")
+        if self._adaptive:
+            self._leave_out_noise([state.parameters for state in states], reference.parameters)
         self._tensors("weights", [state.parameters for state in states], reference.parameters)
         self._tensors("buffers", [state.buffers for state in states], reference.buffers)
         self._tying("end", states, reference)
@@ -132,10 +144,23 @@ class _Comparison:
             for name in names:
                 if name in reference and name not in gradients:
                     gradients[name] = torch.zeros_like(reference[name])
+        for name, gradient in reference.items() if self._adaptive else ():
+            size = gradient.abs()
+            known_size = self._largest_gradients.get(name, size)
+            self._largest_gradients[name] = torch.maximum(known_size, size)
         known = any(finding.quantity == "gradients" for finding in self.findings)
         wrong = self._tensors("gradients", ours, reference, step=step)
         if wrong and not known:
             self.hints += explain_gradients(ours, reference, wrong, self._tolerance)
+
+    def _leave_out_noise(self, ours: Sequence[dict[str, Tensor]], reference: dict[str, Tensor]) -> None:
+        """Makes weights equal where the gradients of all steps were nothing but rounding."""
+        noise = self._tolerance * max((float(size.max()) for size in self._largest_gradients.values()), default=0.0)
+        for name, size in self._largest_gradients.items():
+            rounding = size <= noise
+            for tensors in ours if rounding.any() else ():
+                if name in tensors and tensors[name].shape == rounding.shape:
+                    tensors[name] = torch.where(rounding, reference[name], tensors[name])
 
     def _tensors(
         self,

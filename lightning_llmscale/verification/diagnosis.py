@@ -38,10 +38,9 @@ def explain_gradients(
             for name in ours
         )
 
-    factors = [_ratio(ranks[rank], reference) for rank in wrong]
-    if factors[0] > 0 and all(equal(ranks[rank], factors[0]) for rank in wrong):
-        cause = _scale_cause(factors[0], len(ranks))
-        return [f"Every gradient is {factors[0]:.3g} times that of the plain run{cause}."]
+    factor = _ratio(ranks[wrong[0]], reference)
+    if factor > 0 and abs(factor - 1) > _SLACK * tolerance and all(equal(ranks[rank], factor) for rank in wrong):
+        return [f"Every gradient is {factor:.3g} times that of the plain run{_scale_cause(factor, len(ranks))}."]
     right = [rank for rank in range(len(ranks)) if rank not in wrong]
     if right:
         return [

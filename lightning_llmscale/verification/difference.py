@@ -11,7 +11,7 @@ from torch import Tensor
 
 #: Part of the largest value of all tensors that a difference is at least relative to: a gradient that is zero but for
 #: rounding (the key bias of attention) must not look wrong, and one that is wrong by a factor still does.
-_FLOOR = 1e-2
+_FLOOR = 0.1
 
 
 def difference(ours: Tensor, reference: Tensor, floor: float = 0.0) -> tuple[float, int]:

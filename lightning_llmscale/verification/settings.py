@@ -14,17 +14,17 @@ from lightning_llmscale.errors import ConfigurationError
 DEFAULT_LR = 0.01
 
 #: Largest relative difference that counts as rounding, by Lightning's name of the precision. 32-true and 64-true: some
-#: thirty times what correct strategies show on small GPTs. The 16-bit ones are a few units in the last place, because
-#: two summation orders of the same batch already differ by one.
+#: thirty times what correct strategies show on small GPTs. The 16-bit ones are many units in the last place, because
+#: another order of summation over the samples already moves the gradient of a bias by several.
 _TOLERANCES = {
     "64-true": 1e-10,
     "32-true": 1e-5,
     "16-mixed": 1e-2,
     "16-true": 1e-2,
     "bf16-mixed": 5e-2,
-    "bf16-true": 5e-2,
+    "bf16-true": 0.25,
 }
-_LOOSEST = 5e-2
+_LOOSEST = 0.25
 _REDUCED_MATMUL = 1e-3
 #: An adaptive optimizer divides small gradients by their own size and so enlarges their rounding.
 _USER_OPTIMIZER_FACTOR = 10.0
