@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from tests.conformance.models import Base
@@ -65,7 +65,10 @@ def rank() -> int:
 
 
 def new_trainer(strategy: StrategySpec, **options: Any) -> Trainer:
-    """A quiet trainer of one epoch on all ranks of this world."""
+    """A quiet trainer of one epoch on all ranks of this world.
+
+    A callback may be given as a function that makes it: some cannot be pickled, or look at the working folder.
+    """
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": int(os.environ["WORLD_SIZE"]),
@@ -76,7 +79,8 @@ def new_trainer(strategy: StrategySpec, **options: Any) -> Trainer:
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
     }
-    return Trainer(strategy=strategy.build(), **{**defaults, **options})
+    callbacks = [made if isinstance(made, Callback) else made() for made in options.pop("callbacks", [])]
+    return Trainer(strategy=strategy.build(), callbacks=callbacks, **{**defaults, **options})
 
 
 def stored_weights(trainer: Trainer, path: str = "weights.ckpt") -> dict[str, Tensor]:
