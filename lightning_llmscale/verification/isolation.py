@@ -129,7 +129,8 @@ def _optimizers_and_schedules(configured: Any) -> tuple[list[Any], bool]:
     return [configured], False
 
 
-#: Argument that is the probability of dropout, and its position.
+#: Argument that is the probability of dropout, and its position. Functions that call each other are all listed, because
+#: inside a function that was intercepted nothing is intercepted.
 _PROBABILITY: Mapping[Any, tuple[str, int]] = {
     nn.functional.dropout: ("p", 1),
     nn.functional.dropout1d: ("p", 1),
@@ -137,9 +138,15 @@ _PROBABILITY: Mapping[Any, tuple[str, int]] = {
     nn.functional.dropout3d: ("p", 1),
     nn.functional.alpha_dropout: ("p", 1),
     nn.functional.feature_alpha_dropout: ("p", 1),
+    nn.functional.multi_head_attention_forward: ("dropout_p", 10),
     nn.functional.scaled_dot_product_attention: ("dropout_p", 4),
     torch.dropout: ("p", 1),
+    torch.alpha_dropout: ("p", 1),
+    torch.feature_dropout: ("p", 1),
+    torch.feature_alpha_dropout: ("p", 1),
 }
+#: Take the probability at a position that depends on the form of the input; it is their only float.
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 class NoDropout(TorchFunctionMode):
@@ -155,4 +162,6 @@ class NoDropout(TorchFunctionMode):
                 args = (*args[:position], 0.0, *args[position + 1 :])
             else:
                 kwargs[name] = 0.0
+        elif func in _RECURRENT:
+            args = tuple(0.0 if isinstance(argument, float) else argument for argument in args)
         return func(*args, **kwargs)
