@@ -5,18 +5,24 @@ from __future__ import annotations
 __all__ = ["WebDatasetDataModule"]
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningDataModule
 
-from lightning_llmscale.data.loader import BatchLoader, Cursor, Layout, collate_samples, evaluation_sizes
+from lightning_llmscale.data.collate import collate_samples, collate_sequences
+from lightning_llmscale.data.loader import Cursor, EvaluationLoader, Layout, TrainLoader
 from lightning_llmscale.data.order import auto_lanes
+from lightning_llmscale.data.plan import EpochEnd, ShuffledPlan, StoredPlan
 from lightning_llmscale.data.progress import AlignProgress, compare_fingerprints, snapshot
+from lightning_llmscale.data.sequences import ConcatSource, PackedSource, PaddedSource
 from lightning_llmscale.data.shards import expand_shards
-from lightning_llmscale.data.sources import VOCAB_SIZE, SampleSource, SequenceSource, Source
+from lightning_llmscale.data.sources import SampleSource, Source
+from lightning_llmscale.data.tokens import make_token_reader
 from lightning_llmscale.errors import ConfigurationError, DataError
 
 _STATE_VERSION = 1
+
+Packing = Literal["none", "concat", "best_fit"]
 
 
 class WebDatasetDataModule(LightningDataModule):
@@ -26,9 +32,10 @@ class WebDatasetDataModule(LightningDataModule):
     batches. A checkpoint resumes exactly on another number of ranks or workers, in the middle of an epoch or of an
     accumulation window, and with another ``global_batch_size``.
 
-    With ``seq_len``, the text of the samples becomes sequences for a language model: bytes are tokens 0 to 255, each
-    document ends with token 256, documents are joined and cut. A batch is ``{"input_ids": (B, T), "labels": (B, T)}``,
-    int64, where ``labels`` are the inputs shifted by one: ``cross_entropy(logits, labels)`` without another shift.
+    With ``seq_len``, the documents of the samples become sequences for a language model. A batch is
+    ``{"input_ids": (B, T), "labels": (B, T)}``, int64, where ``labels`` are the inputs shifted by one:
+    ``cross_entropy(logits, labels)`` without another shift; labels of -100 predict nothing. By default bytes are the
+    tokens 0 to 255, each document ends with token 256, and documents are joined and cut.
 
     Without ``seq_len``, items are WebDataset's dicts (``__key__``, ``__url__``, one entry for each extension),
     decoded by extension and stacked.
@@ -45,7 +52,15 @@ class WebDatasetDataModule(LightningDataModule):
         seq_len: Tokens in a sequence; ``None`` for whole samples.
         seed: Seed of the training order.
         num_workers: DataLoader workers of each rank.
-        text_key: Extension of the member that holds the text, used with ``seq_len``.
+        epoch_end: What becomes of items that do not fill a global batch: ``"drop"`` leaves them out of this epoch,
+            ``"pad"`` ends the epoch with a smaller batch (and the last, shorter sequence), ``"continuous"`` lets the
+            next epoch fill the batch, so that each item comes once before any comes again.
+        packing: How documents become sequences: ``"concat"`` joins and cuts them, ``"best_fit"`` lays whole documents
+            side by side, ``"none"`` pads each; documents longer than a sequence are split, never cut off.
+        tokenizer: ``"bytes"``; ``"uint16"`` or ``"uint32"`` for documents that hold token ids; the path of a Hugging
+            Face ``tokenizer.json``; or ``"tiktoken:<encoding>"``.
+        text_key: Extension of the member that holds the document.
+        document_ids: Add ``document_ids`` and ``position_ids`` to the batches, (B, T), for attention inside documents.
         collate: Makes a batch of a list of samples; torch's ``default_collate`` when ``None``.
         lanes: Streams that a batch is dealt from; more mix better and keep more shards open. ``"auto"`` follows the
             batch size and mixes about as well as a full shuffle (see ``docs/data.md``).
@@ -68,7 +83,11 @@ class WebDatasetDataModule(LightningDataModule):
         seq_len: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
+        epoch_end: EpochEnd = "drop",
+        packing: Packing = "concat",
+        tokenizer: str = "bytes",
         text_key: str = "txt",
+        document_ids: bool = False,
         collate: Callable[[list[dict[str, Any]]], Any] | None = None,
         lanes: int | str = "auto",
         window: int = 4,
@@ -80,17 +99,24 @@ class WebDatasetDataModule(LightningDataModule):
             1, global_batch_size=global_batch_size, seq_len=seq_len, window=window, prefetch_factor=prefetch_factor
         )
         _at_least(0, num_workers=num_workers, seed=seed)
+        _one_of(EpochEnd, epoch_end=epoch_end)
+        _one_of(Packing, packing=packing)
         if lanes != "auto":
             if not isinstance(lanes, int):
                 raise ConfigurationError(f"lanes={lanes!r} is not possible; use 'auto' or a number.")
             _at_least(1, lanes=lanes)
+        if seq_len is None:
+            _only_with_seq_len(packing=packing != "concat", tokenizer=tokenizer != "bytes", document_ids=document_ids)
         self.train, self.val, self.test = train, val, test
         self.global_batch_size = global_batch_size
         self.seq_len = seq_len
         self.seed = seed
         self.num_workers = num_workers
-        self._text_key = text_key
-        self._collate = collate or collate_samples
+        self.epoch_end: EpochEnd = epoch_end
+        self.packing: Packing = packing
+        self._tokens = make_token_reader(tokenizer, text_key) if seq_len is not None else None
+        self._text_key, self._document_ids = text_key, document_ids
+        self._collate = collate or (collate_samples if seq_len is None else collate_sequences)
         self._lanes = lanes if isinstance(lanes, int) else auto_lanes(global_batch_size)
         self._lanes_chosen = isinstance(lanes, int)
         self._window = window
@@ -98,13 +124,13 @@ class WebDatasetDataModule(LightningDataModule):
         self._pin_memory = pin_memory
         self._sources: dict[str, Source] = {}
         self._cursor = Cursor()
-        self._entered = 0
+        self._loader: TrainLoader | None = None
         self._align = AlignProgress(self._cursor)
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids with ``seq_len``: 256 bytes and the separator of documents."""
-        return VOCAB_SIZE
+        """Number of token ids with ``seq_len``, the separator of documents included; 0 for stored tokens."""
+        return self._tokens.vocab_size if self._tokens is not None else 0
 
     def setup(self, stage: str) -> None:
         """Find the shards, read or make their indexes, and check them against the options and the number of ranks.
@@ -134,22 +160,36 @@ class WebDatasetDataModule(LightningDataModule):
             )
         if self.trainer is None:
             return
-        if self.global_batch_size % layout.world_size and not getattr(self.trainer.strategy, "weights_ranks", False):
-            fit = self.global_batch_size - self.global_batch_size % layout.world_size
-            raise ConfigurationError(
-                f"global_batch_size={self.global_batch_size} does not divide by {layout.world_size} ranks, and "
-                f"{type(self.trainer.strategy).__name__} weights all ranks alike; use {fit} or "
-                f"{fit + layout.world_size}, or a strategy of lightning_llmscale, which weights ranks by their items."
-            )
+        self._check_equal_parts(layout)
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         if self._align not in callbacks:
             callbacks.insert(0, self._align)
 
+    def _check_equal_parts(self, layout: Layout) -> None:
+        """Refuse batches that do not divide by the ranks where nothing would weight them."""
+        ranks, batch = layout.world_size, self.global_batch_size
+        # strategies of this package tell each batch's share; others average ranks alike
+        if ranks == 1 or self.trainer is None or hasattr(self.trainer.strategy, "batch_share"):
+            return
+        other = f"or a strategy of lightning_llmscale: {type(self.trainer.strategy).__name__} weights all ranks alike."
+        if batch % ranks:
+            fit = batch - batch % ranks
+            raise ConfigurationError(
+                f"global_batch_size={batch} does not divide by {ranks} ranks; use {fit} or {fit + ranks}, {other}"
+            )
+        if self.epoch_end == "pad":
+            raise ConfigurationError(
+                f"epoch_end='pad' gives ranks unequal parts of the last batch; use 'drop' or 'continuous', {other}"
+            )
+
     def _open(self, name: str, patterns: str | Sequence[str]) -> Source:
         shards = expand_shards(patterns, name)
-        if self.seq_len is None:
+        if self.seq_len is None or self._tokens is None:
             return SampleSource(shards, self.seed)
-        return SequenceSource(shards, self.seed, self.seq_len, self._text_key, name)
+        kinds: dict[str, Callable[..., Source]]
+        kinds = {"concat": ConcatSource, "best_fit": PackedSource, "none": PaddedSource}
+        make = kinds[self.packing]
+        return make(shards, self.seed, self.seq_len, self._tokens, self._text_key, self._document_ids, name)
 
     def _source(self, name: str) -> Source:
         if name not in self._sources:
@@ -172,44 +212,42 @@ class WebDatasetDataModule(LightningDataModule):
             num_workers=self.num_workers,
             prefetch_factor=self._prefetch_factor,
             pin_memory=self._pin_memory,
-            lanes=self._lanes,
-            window=self._window,
         )
 
-    def train_dataloader(self) -> BatchLoader:
+    def train_dataloader(self) -> TrainLoader:
         """Loader of the shuffled training data, from the position of the last loaded checkpoint on."""
-        source = self._source("train")
-        batches = source.items // self.global_batch_size
-        if not self._cursor.started:
-            rest = source.items - self._cursor.position
-            self._cursor.batch = self._entered = batches - rest // self.global_batch_size
-        sizes = [self.global_batch_size] * batches
-        return BatchLoader(source, self._layout(), sizes, self._cursor, self._collate)
+        plan = ShuffledPlan(self._source("train"), self._lanes, self._window, remainder=self.epoch_end == "pad")
+        self._loader = TrainLoader(plan, self._layout(), self._collate, self.epoch_end, self._cursor)
+        return self._loader
 
-    def val_dataloader(self) -> BatchLoader | list[Any]:
+    def val_dataloader(self) -> EvaluationLoader | list[Any]:
         """Loader of the validation data in stored order; empty when there is none."""
         return self._evaluation("val") if self.val is not None else []
 
-    def test_dataloader(self) -> BatchLoader:
+    def test_dataloader(self) -> EvaluationLoader:
         """Loader of the test data in stored order."""
         return self._evaluation("test")
 
-    def _evaluation(self, name: str) -> BatchLoader:
+    def _evaluation(self, name: str) -> EvaluationLoader:
         source, layout = self._source(name), self._layout()
         if source.items < layout.world_size:
             raise DataError(
                 f"{name} holds {source.items} {self._unit}, fewer than the {layout.world_size} ranks; use fewer ranks "
                 f"or more data."
             )
-        sizes = evaluation_sizes(source.items, self.global_batch_size, layout.world_size)
-        return BatchLoader(source, layout, sizes, collate=self._collate)
+        return EvaluationLoader(StoredPlan(source), layout, self._collate)
 
     def state_dict(self) -> dict[str, Any]:
         """Position of the last optimizer step and a fingerprint of the data: under 1 kB, the same on every rank."""
-        if "train" not in self._sources or self.trainer is None:
+        if self._loader is None or self.trainer is None:
             return {}
-        position = snapshot(self._cursor, self.trainer, self.global_batch_size, self._entered)
-        return {"version": _STATE_VERSION, **position, "data": self._fingerprint()}
+        position = snapshot(self._cursor, self._loader, self.trainer)
+        return {
+            "version": _STATE_VERSION,
+            **position,
+            "global_batch_size": self.global_batch_size,
+            "data": self._fingerprint(),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved position.
@@ -230,12 +268,12 @@ class WebDatasetDataModule(LightningDataModule):
         if not self._lanes_chosen:
             self._lanes = state_dict["data"]["lanes"]  # "auto" must not change with the batch size in mid-epoch
         compare_fingerprints(state_dict["data"], self._fingerprint())
-        self._cursor.epoch, self._cursor.position = state_dict["epoch"], state_dict["position"]
-        self._cursor.batch, self._cursor.started = 0, False
+        self._cursor.position, self._cursor.started = state_dict["position"], False
+        self._cursor.batch = state_dict["batch"] * state_dict["global_batch_size"] // self.global_batch_size
         self._align.resume(state_dict["processed"])
 
     def _fingerprint(self) -> dict[str, Any]:
-        order = {"seed": self.seed, "lanes": self._lanes, "window": self._window}
+        order = {"seed": self.seed, "lanes": self._lanes, "window": self._window, "epoch_end": self.epoch_end}
         return order | self._source("train").fingerprint()
 
 
@@ -243,3 +281,15 @@ def _at_least(least: int, **options: int | None) -> None:
     for name, value in options.items():
         if value is not None and value < least:
             raise ConfigurationError(f"{name}={value} is not possible; use a whole number of at least {least}.")
+
+
+def _one_of(choices: Any, **options: str) -> None:
+    for name, value in options.items():
+        if value not in get_args(choices):
+            raise ConfigurationError(f"{name}={value!r} is not possible; use one of {', '.join(get_args(choices))}.")
+
+
+def _only_with_seq_len(**given: bool) -> None:
+    for name, changed in given.items():
+        if changed:
+            raise ConfigurationError(f"{name} has no effect on whole samples; give seq_len too, or leave it out.")

@@ -5,10 +5,11 @@ The meaning of an extension is webdataset's. Nothing here executes code from a s
 
 from __future__ import annotations
 
-__all__ = ["decode_sample"]
+__all__ = ["decode_sample", "npy_layout"]
 
 import ast
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,31 +22,41 @@ def _text(raw: memoryview) -> str:
     return str(raw, "utf-8")
 
 
-def _array(raw: memoryview) -> np.ndarray[Any, Any]:
-    """Parse the npy format; numpy's own reader spends most of its time on the header of a small array."""
+def npy_layout(raw: memoryview) -> tuple[int, np.dtype[Any], tuple[int, ...], bool]:
+    """Parse the header of an npy file; numpy's own reader spends most of a small array's time on it.
+
+    Returns:
+        Start of the data in bytes, dtype, shape, and whether the order is Fortran's.
+
+    Raises:
+        ValueError: Not an npy file, or an array of Python objects.
+    """
     if bytes(raw[:6]) != b"\x93NUMPY":
         raise ValueError("not an npy file")
-    wide = raw[6] > 1
-    start = 12 if wide else 10
-    end = start + int.from_bytes(raw[8:start], "little")
-    header = bytes(raw[start:end])
+    fixed = 12 if raw[6] > 1 else 10
+    start = fixed + int.from_bytes(raw[8:fixed], "little")
+    header = bytes(raw[fixed:start])
     parsed = _HEADERS.get(header)
     if parsed is None:
         fields = ast.literal_eval(header.decode("utf-8" if raw[6] > 2 else "latin1"))
         dtype = np.dtype(fields["descr"])
         if dtype.hasobject:
             raise ValueError("an array of Python objects would have to be unpickled; store numbers")
-        if len(_HEADERS) < 4096:  # datasets repeat few headers; a hostile one must not fill the memory
-            _HEADERS[header] = dtype, fields["shape"], fields["fortran_order"]
         parsed = dtype, fields["shape"], fields["fortran_order"]
-    dtype, shape, fortran = parsed
-    count = int(np.prod(shape, dtype=np.int64))
-    # a copy: torch wants writable memory, and a batch must not keep a shard mapped
-    flat = np.frombuffer(raw, dtype, count, end).copy()
-    return flat.reshape(shape, order="F" if fortran else "C")
+        if len(_HEADERS) < 4096:  # datasets repeat few headers; a hostile one must not fill the memory
+            _HEADERS[header] = parsed
+    return start, *parsed
 
 
 _HEADERS: dict[bytes, tuple[np.dtype[Any], tuple[int, ...], bool]] = {}
+
+
+def _array(raw: memoryview) -> np.ndarray[Any, Any]:
+    start, dtype, shape, fortran = npy_layout(raw)
+    # a copy: torch wants writable memory, and a batch must not keep a shard mapped
+    flat = np.frombuffer(raw, dtype, math.prod(shape), start).copy()
+    return flat.reshape(shape, order="F" if fortran else "C")
+
 
 DECODERS: dict[str, Callable[[memoryview], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), _text),

@@ -6,29 +6,32 @@ them out in order, so neither the number of workers nor that of ranks changes wh
 
 from __future__ import annotations
 
-__all__ = ["BatchLoader", "Cursor", "Layout", "evaluation_sizes"]
+__all__ = ["BatchLoader", "Cursor", "EvaluationLoader", "Layout", "TrainLoader"]
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_llmscale.data.order import EpochOrder, Int, Order, SequentialOrder, batch_positions, derive_key
-from lightning_llmscale.data.sources import Line, Source
-from lightning_llmscale.errors import DataError, LlmscaleError
+from lightning_llmscale.data.order import Int
+from lightning_llmscale.data.plan import EpochEnd, Plan, Spans, evaluation_spans, pass_spans
+from lightning_llmscale.errors import LlmscaleError
 
-_PLANNED_AT_ONCE = 4096  # samples whose places a worker computes together
+_PLANNED_AT_ONCE = 4096  # items whose addresses a worker computes together
+
+Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How samples are dealt to ranks, workers and batches."""
+    """How items are dealt to ranks, workers and batches."""
 
     global_batch_size: int
-    """Samples in one batch over all ranks."""
+    """Items in one batch over all ranks."""
     rank: int = 0
     """Rank among the data replicas."""
     world_size: int = 1
@@ -39,154 +42,185 @@ class Layout:
     """Batches each worker holds ready."""
     pin_memory: bool = False
     """Whether batches are copied to page-locked memory."""
-    lanes: int = 1
-    """Lanes of the shuffle."""
-    window: int = 4
-    """Shards open in a lane."""
 
-    def parts(self, size: int) -> list[int]:
-        """Samples of each rank in a batch of ``size``."""
-        edges = [rank * size // self.world_size for rank in range(self.world_size + 1)]
-        return [high - low for low, high in pairwise(edges)]
+    def edges(self, size: int) -> list[int]:
+        """Where the parts of the ranks begin and end in a batch of ``size``; parts differ by one item at most."""
+        return [rank * size // self.world_size for rank in range(self.world_size + 1)]
 
 
 @dataclass
 class Cursor:
     """Where training stands; advanced as the loader hands out batches, moved when a checkpoint is loaded."""
 
-    epoch: int = 0
-    """Epoch of the next batch."""
     position: int = 0
-    """Samples of the epoch already handed out."""
+    """Position of the next item."""
     batch: int = 0
-    """Lightning's index of the next batch in this epoch."""
+    """Lightning's index of the next batch in this pass."""
     started: bool = False
-    """Whether a pass over the epoch has begun in this process."""
+    """Whether a pass has begun in this process."""
 
 
-class BatchLoader:
+class BatchLoader(ABC):
     """Base of what Lightning iterates. It has a length and, on purpose, no ``state_dict``.
 
     Lightning never loads a loader's own state when ``estimated_stepping_batches`` was read, and otherwise saves that of
     rank 0 alone; the position therefore lives in the DataModule.
 
     Args:
-        source: Items.
+        plan: Items by position.
         layout: Ranks, workers and batch size.
-        sizes: Samples of each global batch of a whole pass.
-        cursor: Shuffled training when given, which then moves with the batches; the stored order otherwise.
         collate: Makes a batch of a list of items.
     """
 
     llmscale_synchronized = True
     """Each rank gets its own part and equally many batches: strategies neither shard nor wrap this loader."""
 
-    def __init__(
-        self,
-        source: Source,
-        layout: Layout,
-        sizes: Sequence[int],
-        cursor: Cursor | None = None,
-        collate: Callable[[list[Any]], Any] = default_collate,
-    ) -> None:
-        self._source, self._layout, self._sizes = source, layout, sizes
-        self._cursor, self._collate = cursor, collate
+    def __init__(self, plan: Plan, layout: Layout, collate: Collate) -> None:
+        self.plan, self.layout, self._collate = plan, layout, collate
 
-    def __len__(self) -> int:
-        return len(self._sizes)
+    @abstractmethod
+    def __len__(self) -> int: ...
 
-    def rank_weights(self, batch_index: int) -> list[int]:
-        """Samples of each rank in a batch, for the weighted mean of losses."""
-        return self._layout.parts(self._sizes[batch_index])
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
 
-    def __iter__(self) -> Iterator[Any]:
-        cursor = self._cursor or Cursor()
-        if cursor.started:  # Lightning asks for the next pass
-            cursor.epoch, cursor.position, cursor.batch = cursor.epoch + 1, 0, 0
-        cursor.started = True
-        spans, position = [], cursor.position
-        for size in self._sizes[cursor.batch :]:
-            spans.append((position, size))
-            position += size
-        stream = _BatchStream(self._source, self._layout, spans, cursor.epoch if self._cursor else None, self._collate)
-        workers = min(self._layout.num_workers, len(spans))
+    def _batches(self, spans: Spans) -> Iterator[Any]:
+        workers = min(self.layout.num_workers, len(spans))
         batches = DataLoader(
-            stream,
+            _BatchStream(self.plan, self.layout, spans, self._collate),
             batch_size=None,
             collate_fn=_unchanged,
             num_workers=workers,
-            prefetch_factor=self._layout.prefetch_factor if workers else None,
-            pin_memory=self._layout.pin_memory,
+            prefetch_factor=self.layout.prefetch_factor if workers else None,
+            pin_memory=self.layout.pin_memory,
         )
-        for (start, size), batch in zip(spans, batches, strict=True):
+        for batch in batches:
             if isinstance(batch, _Failure):
                 raise batch.error
+            yield batch
+
+
+class TrainLoader(BatchLoader):
+    """Loader of training batches that moves a cursor.
+
+    Args:
+        plan: Items by position.
+        layout: Ranks, workers and batch size.
+        collate: Makes a batch of a list of items.
+        end: What becomes of items that do not fill a batch.
+        cursor: Where to begin; moved with each batch handed out.
+    """
+
+    def __init__(self, plan: Plan, layout: Layout, collate: Collate, end: EpochEnd, cursor: Cursor) -> None:
+        super().__init__(plan, layout, collate)
+        self._end, self._cursor = end, cursor
+        self._length = len(pass_spans(plan.items, layout.global_batch_size, end))
+        self._spans, self._first = self._rest(), cursor.batch
+
+    @property
+    def first_batch(self) -> int:
+        """Lightning's index of the batch with which this process entered the pass."""
+        return self._first
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _rest(self) -> Spans:
+        """Batches from the cursor to the end of the pass."""
+        cursor, end = self._cursor, self._end
+        spans = pass_spans(self.plan.items, self.layout.global_batch_size, end, cursor.position)
+        if end == "continuous":
+            return Spans(spans.start, spans.size, self._length - cursor.batch)
+        cursor.batch = self._length - len(spans)
+        return spans
+
+    def next_pass(self) -> int:
+        """Position at which the pass after the present one begins."""
+        if self._end == "continuous":
+            return self._cursor.position
+        return self._spans.start // self.plan.items * self.plan.items + self.plan.items
+
+    def position_of(self, batch: int) -> int:
+        """Position of a batch of the present pass; of the next pass from the end on."""
+        index = batch - self._first
+        return self._spans[index][0] if index < len(self._spans) else self.next_pass()
+
+    def rank_weights(self, batch_index: int) -> list[int]:
+        """What each rank's part of a batch counts in the mean of losses: its number of items, as a rule.
+
+        Args:
+            batch_index: Lightning's index of the batch in this pass.
+        """
+        start, size = self._spans[batch_index - self._first]
+        edges = self.layout.edges(size)
+        if size == self.layout.global_batch_size and (start + size) % self.plan.items:
+            return [high - low for low, high in pairwise(edges)]
+        weights = self.plan.weights(self.plan.deal(start, size))
+        return [int(weights[low:high].sum()) for low, high in pairwise(edges)]
+
+    def __iter__(self) -> Iterator[Any]:
+        cursor = self._cursor
+        if cursor.started:  # Lightning asks for the next pass
+            cursor.position, cursor.batch = self.next_pass(), 0
+        cursor.started = True
+        self._spans = self._rest()
+        self._first = cursor.batch
+        for batch in self._batches(self._spans):
+            start, size = self._spans[cursor.batch - self._first]
             cursor.position, cursor.batch = start + size, cursor.batch + 1
             yield batch
 
 
-def evaluation_sizes(items: int, global_batch_size: int, world_size: int) -> list[int]:
-    """Sizes of batches that hold every item once and give each rank at least one of every batch.
+class EvaluationLoader(BatchLoader):
+    """Loader that reads every item once, in stored order.
 
-    Only the end differs from full batches: a last batch of fewer items than ranks borrows from the one before or
-    joins it.
+    Args:
+        plan: Items by position.
+        layout: Ranks, workers and batch size.
+        collate: Makes a batch of a list of items.
     """
-    sizes = [global_batch_size] * (items // global_batch_size)
-    rest = items % global_batch_size
-    if rest >= world_size or (rest and not sizes):
-        sizes.append(rest)
-    elif rest and global_batch_size - (world_size - rest) >= world_size:
-        sizes[-1] -= world_size - rest
-        sizes.append(world_size)
-    elif rest:
-        sizes[-1] += rest
-    return sizes
+
+    def __init__(self, plan: Plan, layout: Layout, collate: Collate) -> None:
+        super().__init__(plan, layout, collate)
+        self._spans = evaluation_spans(plan.items, layout.global_batch_size, layout.world_size)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches(self._spans)
 
 
 class _BatchStream(IterableDataset[Any]):
-    """The batches of one rank that one worker builds, from a given place on."""
+    """The batches of one rank that one worker builds."""
 
-    def __init__(
-        self,
-        source: Source,
-        layout: Layout,
-        spans: Sequence[tuple[int, int]],
-        epoch: int | None,
-        collate: Callable[[list[Any]], Any],
-    ) -> None:
-        self._source, self._layout, self._spans = source, layout, spans
-        self._epoch, self._collate = epoch, collate
+    def __init__(self, plan: Plan, layout: Layout, spans: Spans, collate: Collate) -> None:
+        self._plan, self._layout, self._spans, self._collate = plan, layout, spans, collate
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        mine = self._spans[worker.id :: worker.num_workers] if worker else self._spans
+        mine = range(worker.id, len(self._spans), worker.num_workers) if worker else range(len(self._spans))
         try:
-            line = self._source.line(self._epoch)
-            order = self._order(line)
-            for places, items in self._planned(order, mine):
-                yield self._collate([line.read(*at) for at in zip(places.tolist(), items.tolist(), strict=True)])
+            for addresses in self._planned(mine):
+                yield self._collate([self._plan.read(address) for address in addresses.tolist()])
         except LlmscaleError as error:
             # handed over as a value: torch would wrap an exception of a worker in its traceback
             yield _Failure(error)
 
-    def _order(self, line: Line) -> Order:
-        if self._epoch is None:
-            return SequentialOrder(line.counts)
-        key = derive_key(self._source.seed, self._epoch)
-        return EpochOrder(line.counts, key, self._layout.lanes, self._layout.window)
-
-    def _planned(self, order: Order, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[Int, Int]]:
-        """Place and item of each sample of each batch; many batches are located in one call."""
-        layout, at, count = self._layout, 0, 1
-        while at < len(spans):
-            chunk = [
-                batch_positions(start, size, order.lanes, layout.rank, layout.world_size)
-                for start, size in spans[at : at + count]
-            ]
+    def _planned(self, mine: Sequence[int]) -> Iterator[Int]:
+        """Addresses of the rank's items of each batch; many batches are located in one call."""
+        at, count = 0, 1
+        while at < len(mine):
+            chunk = [self._part(*self._spans[number]) for number in mine[at : at + count]]
             edges = np.cumsum([len(positions) for positions in chunk])
-            places, items = order.locate(np.concatenate(chunk))
-            yield from zip(np.split(places, edges[:-1]), np.split(items, edges[:-1]), strict=True)
-            at, count = at + count, max(1, min(count * 4, _PLANNED_AT_ONCE // max(1, len(chunk[0]))))
+            yield from np.split(self._plan.locate(np.concatenate(chunk)), edges[:-1])
+            at, count = at + count, max(1, min(count * 4, _PLANNED_AT_ONCE // len(chunk[0])))
+
+    def _part(self, start: int, size: int) -> Int:
+        """Positions of this rank; a rank for which nothing is left repeats an item that weighs nothing."""
+        edges, positions = self._layout.edges(size), self._plan.deal(start, size)
+        low, high = edges[self._layout.rank], edges[self._layout.rank + 1]
+        return positions[low:high] if high > low else positions[:1]
 
 
 @dataclass(frozen=True)
@@ -196,19 +230,3 @@ class _Failure:
 
 def _unchanged(batch: Any) -> Any:
     return batch
-
-
-def collate_samples(samples: list[dict[str, Any]]) -> Any:
-    """Stack samples as torch's ``default_collate`` does.
-
-    Raises:
-        DataError: Samples have different extensions, or values that cannot be stacked.
-    """
-    try:
-        return default_collate(samples)
-    except (RuntimeError, TypeError, KeyError) as error:
-        first = samples[0]
-        raise DataError(
-            f"The {len(samples)} samples of a batch cannot be stacked ({str(error).splitlines()[0]}; the first is "
-            f"{first['__key__']!r} of {first['__url__']} with {sorted(first)}); give the DataModule a collate function."
-        ) from error

@@ -14,9 +14,7 @@ process can start anywhere, and the whole state of a shuffle is the number ``p``
 
 from __future__ import annotations
 
-__all__ = ["EpochOrder", "Order", "SequentialOrder", "auto_lanes", "batch_positions", "derive_key", "permute"]
-
-from typing import Protocol
+__all__ = ["EpochOrder", "SequentialOrder", "auto_lanes", "derive_key", "permute"]
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,16 +94,6 @@ def _feistel(x: _U64, half: _U64, key: _U64) -> _U64:
     return left << half | right
 
 
-class Order(Protocol):
-    """Maps positions of an epoch to samples."""
-
-    lanes: int
-    size: int
-
-    def locate(self, positions: Int) -> tuple[Int, Int]:
-        """Return for each position the place of its shard in the line, and the number of the sample in that shard."""
-
-
 class SequentialOrder:
     """Shards and samples as they lie: the order of validation and test.
 
@@ -113,14 +101,12 @@ class SequentialOrder:
         counts: Samples of each shard along the line.
     """
 
-    lanes = 1
-
     def __init__(self, counts: Int) -> None:
         self._edges = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.size = int(self._edges[-1])
 
     def locate(self, positions: Int) -> tuple[Int, Int]:
-        """See :meth:`Order.locate`."""
+        """Return for each position the place of its shard in the line, and the number of the item in that shard."""
         shard = np.searchsorted(self._edges, positions, "right") - 1
         return shard, positions - self._edges[shard]
 
@@ -170,7 +156,10 @@ class EpochOrder:
         self._slot_edges = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
     def locate(self, positions: Int) -> tuple[Int, Int]:
-        """See :meth:`Order.locate`; fully vectorised, a fraction of a microsecond a sample for thousands at once."""
+        """Return for each position the place of its shard in the line, and the number of the item in that shard.
+
+        Vectorised: under a microsecond an item when thousands are asked for at once.
+        """
         dealt = positions < self._per_lane * self.lanes
         if not dealt.all():
             shard = np.searchsorted(self._edges, positions, "right") - 1
@@ -217,23 +206,3 @@ def auto_lanes(global_batch_size: int) -> int:
     """
     most = min(global_batch_size, max(64, global_batch_size // 4))
     return next((n for n in range(most, most // 2, -1) if global_batch_size % n == 0), most)
-
-
-def batch_positions(start: int, size: int, lanes: int, rank: int = 0, world_size: int = 1) -> Int:
-    """Positions that one rank reads of the global batch ``[start, start + size)``.
-
-    Inside a batch, positions are sorted by lane, so a rank needs the shards of few lanes. The ranks' parts, put one
-    after the other, are the same list for every world size; parts differ by one sample when ``world_size`` does not
-    divide.
-
-    Args:
-        start: First position of the batch.
-        size: Samples of the global batch.
-        lanes: Lanes of the order.
-        rank: Rank among the data replicas.
-        world_size: Number of data replicas.
-    """
-    positions = np.arange(start, start + size, dtype=np.int64)
-    if lanes > 1:
-        positions = positions[np.argsort(positions % lanes, kind="stable")]
-    return positions[rank * size // world_size : (rank + 1) * size // world_size]

@@ -16,32 +16,30 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_llmscale import _compat
-from lightning_llmscale.data.loader import Cursor
+from lightning_llmscale.data.loader import Cursor, TrainLoader
 from lightning_llmscale.errors import DataError
 
 
-def snapshot(cursor: Cursor, trainer: Trainer, global_batch_size: int, first_batch: int) -> dict[str, int]:
+def snapshot(cursor: Cursor, loader: TrainLoader, trainer: Trainer) -> dict[str, int]:
     """Describe the position of the last optimizer step.
 
     Args:
         cursor: Position of the batches handed out.
-        trainer: Tells which of them are processed.
-        global_batch_size: Samples in a batch.
-        first_batch: Index of the batch with which this process entered the epoch.
+        loader: Loader that moves the cursor.
+        trainer: Tells which batches are processed.
 
     Returns:
-        ``epoch`` and ``position`` of the next sample, and ``processed``, the batches of the epoch that Lightning's own
-        counter will show when it loads the checkpoint.
+        ``position`` of the next item, ``batch``, its number in the pass, and ``processed``, the number of batches in
+        the pass that Lightning's own counter will show when it loads the checkpoint.
     """
     if not cursor.started:
-        return {"epoch": cursor.epoch, "position": cursor.position, "processed": cursor.batch}
+        return {"position": cursor.position, "batch": cursor.batch, "processed": cursor.batch}
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     batch = cursor.batch - (current.ready - current.processed)  # type: ignore[attr-defined]
     if batch >= trainer.num_training_batches:
-        return {"epoch": cursor.epoch + 1, "position": 0, "processed": 0}
-    stepped = max(first_batch, batch - batch % trainer.accumulate_grad_batches)
-    position = cursor.position - (cursor.batch - stepped) * global_batch_size
-    return {"epoch": cursor.epoch, "position": position, "processed": batch}
+        return {"position": loader.next_pass(), "batch": 0, "processed": 0}
+    stepped = max(loader.first_batch, batch - batch % trainer.accumulate_grad_batches)
+    return {"position": loader.position_of(stepped), "batch": stepped, "processed": batch}
 
 
 class AlignProgress(Callback):
@@ -83,7 +81,7 @@ class AlignProgress(Callback):
             self._steps = None
 
 
-_NUMBERS = ("shards", "samples", "tokens", "seq_len", "seed", "lanes", "window")
+_NUMBERS = ("shards", "samples", "tokens", "seq_len", "packing", "tokenizer", "seed", "lanes", "window", "epoch_end")
 _DIGESTS = {
     "names": "shards were renamed or are listed in another order",
     "counts": "samples moved between shards, or the shards are listed in another order",

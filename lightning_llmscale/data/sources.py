@@ -1,4 +1,4 @@
-"""What a split of a dataset holds: whole samples, or sequences of tokens cut from its concatenated documents.
+"""What a split of a dataset holds.
 
 A source answers two questions for an epoch: how many items lie in each shard along the line (the input of
 :mod:`.order`), and what item ``i`` of the shard at place ``j`` is. Both are random access, so neither needs any state.
@@ -6,27 +6,20 @@ A source answers two questions for an epoch: how many items lie in each shard al
 
 from __future__ import annotations
 
-__all__ = ["SEPARATOR", "VOCAB_SIZE", "Line", "SampleSource", "SequenceSource", "Source"]
+__all__ = ["Line", "SampleSource", "Source"]
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from lightning_llmscale.data.decoding import decode_sample
 from lightning_llmscale.data.order import Int, derive_key, permute
 from lightning_llmscale.data.reader import ShardReader
-from lightning_llmscale.errors import DataError
 
-SEPARATOR = 256
-"""Token that ends each document; tokens 0 to 255 are the bytes of the text."""
-VOCAB_SIZE = 257
-
-_SHARDS, _DOCUMENTS = 3, 4
+_SHARDS = 3
 
 
 class Line(ABC):
@@ -41,7 +34,7 @@ class Line(ABC):
 
     @abstractmethod
     def read(self, place: int, item: int) -> dict[str, Any]:
-        """Return an item of the shard at a place of the line."""
+        """Return an item of the shard at a place of the line; place -1 is what the remainder of the epoch fills."""
 
 
 class Source(ABC):
@@ -54,9 +47,13 @@ class Source(ABC):
     Attributes:
         items: Items in one epoch.
         samples: Samples in each shard.
+        item_weight: What an item counts in a mean of losses.
+        remainder: The same of what is left over when an epoch is cut into items; 0 for nothing.
     """
 
     items: int
+    item_weight: int = 1
+    remainder: int = 0
 
     def __init__(self, shards: list[Path], seed: int) -> None:
         self.shards = shards
@@ -109,105 +106,3 @@ class _SampleLine(Line):
         reader = self._source.reader
         key = reader.open(shard)[0].key(item)
         return decode_sample(key, str(reader.paths[shard]), reader.sample(shard, item))
-
-
-class SequenceSource(Source):
-    """One item is a sequence of tokens.
-
-    The documents of an epoch, shuffled inside their shard and each ended by :data:`SEPARATOR`, make one stream along
-    the line of shards. Sequence ``k`` reads tokens ``k * T`` to ``k * T + T`` of it: ``T`` inputs, and as labels the
-    same shifted by one, so each token but the first of the stream is predicted exactly once. At the end of an epoch
-    less than one sequence is left over. Bytes are the tokens, so the lengths of documents are known from the index,
-    and the place of any token of the stream is found by bisection.
-
-    Args:
-        shards: Local tar shards.
-        seed: Seed of the order.
-        seq_len: ``T``, tokens in a sequence.
-        text_key: Extension of the member that holds the text.
-        name: The split, for error messages.
-    """
-
-    def __init__(self, shards: list[Path], seed: int, seq_len: int, text_key: str, name: str) -> None:
-        self.seq_len, self.text_key = seq_len, text_key
-        self.tokens = np.zeros(len(shards), np.int64)
-        super().__init__(shards, seed)
-        total = int(self.tokens.sum())
-        self.items = (total - 1) // seq_len
-        if self.items < 1:
-            raise DataError(
-                f"seq_len={seq_len} is longer than the data: {name} holds {total} tokens in {len(shards)} shards and a "
-                f"sequence needs {seq_len + 1}; use seq_len of at most {total - 1}, or more data."
-            )
-
-    def _measure(self, shard: int) -> int:
-        lengths = self._lengths(shard)
-        self.tokens[shard] = lengths.sum()
-        return len(lengths)
-
-    def _lengths(self, shard: int) -> Int:
-        """Tokens of each document, with its separator."""
-        index, _ = self.reader.open(shard)
-        return index.size[index.member_of(self.text_key, str(self.shards[shard]))] + 1
-
-    def line(self, epoch: int | None) -> Line:
-        """See :meth:`Source.line`."""
-        return _SequenceLine(self, epoch)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """See :meth:`Source.fingerprint`."""
-        sizes = hashlib.sha256(self.tokens.astype("<i8").tobytes()).hexdigest()[:16]
-        return super().fingerprint() | {"seq_len": self.seq_len, "tokens": int(self.tokens.sum()), "sizes": sizes}
-
-
-class _SequenceLine(Line):
-    def __init__(self, source: SequenceSource, epoch: int | None) -> None:
-        self._source, self._epoch = source, epoch
-        self._order = source.shard_order(epoch)
-        self._edges = np.concatenate([[0], np.cumsum(source.tokens[self._order])])
-        # a sequence belongs to the shard in which it starts
-        self._first = np.minimum(-(-self._edges // source.seq_len), source.items)
-        super().__init__(np.diff(self._first))
-        self._documents: OrderedDict[int, tuple[Int, Int]] = OrderedDict()
-
-    def read(self, place: int, item: int) -> dict[str, Any]:
-        length = self._source.seq_len
-        tokens = torch.from_numpy(self._tokens(int(self._first[place] + item) * length, length + 1))
-        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
-
-    def _tokens(self, start: int, length: int) -> Int:
-        """Tokens ``start`` to ``start + length`` of the epoch's stream."""
-        out = np.full(length, SEPARATOR, np.int64)
-        place = int(np.searchsorted(self._edges, start, "right")) - 1
-        filled, offset = 0, start - int(self._edges[place])
-        while filled < length:
-            members, ends = self._shuffled_documents(place)
-            shard = int(self._order[place])
-            index, view = self._source.reader.open(shard)
-            number = int(np.searchsorted(ends, offset, "right"))
-            while filled < length and number < len(members):
-                end, member = int(ends[number]), int(members[number])
-                size = int(index.size[member])
-                skip = offset - (end - size - 1)
-                take = min(size - skip, length - filled)  # 0 when only the separator is left
-                first = int(index.offset[member]) + skip
-                out[filled : filled + take] = np.frombuffer(view[first : first + take], np.uint8)
-                filled += min(end - offset, length - filled)
-                offset, number = end, number + 1
-            place, offset = place + 1, 0
-        return out
-
-    def _shuffled_documents(self, place: int) -> tuple[Int, Int]:
-        """Members of a shard's documents in this epoch's order, and where each ends in the shard's token stream."""
-        entry = self._documents.get(place)
-        if entry is None:
-            source, shard = self._source, int(self._order[place])
-            index, _ = source.reader.open(shard)
-            members = index.member_of(source.text_key, str(source.shards[shard]))
-            if self._epoch is not None:
-                key = derive_key(source.seed, self._epoch, _DOCUMENTS, shard)
-                members = members[permute(np.arange(len(members)), len(members), key)]
-            entry = self._documents[place] = members, np.cumsum(index.size[members] + 1)
-            if len(self._documents) > 512:
-                self._documents.popitem(last=False)
-        return entry

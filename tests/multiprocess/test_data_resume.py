@@ -92,31 +92,39 @@ def datamodule(shards: list[str], **options: Any) -> WebDatasetDataModule:
     return WebDatasetDataModule(train=shards, **{"global_batch_size": BATCH, "seed": 5, **options})
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+CASES = [
+    ("batch", 5, 1, False, "drop"),
+    ("batch", 5, 1, True, "drop"),
+    ("batch", BATCHES, 1, False, "drop"),
+    ("batch", BATCHES + 4, 1, True, "drop"),
+    ("batch", 2, 4, False, "drop"),
+    ("batch", 6, 4, False, "drop"),
+    ("batch", BATCHES - 1, 4, True, "drop"),
+    ("batch", BATCHES + 3, 4, False, "drop"),
+    ("epoch", 0, 1, False, "drop"),
+    ("epoch", 0, 4, True, "drop"),
+    ("validation", 4, 1, False, "drop"),
+    ("validation", 6, 4, True, "drop"),
+    ("fit_end", 0, 1, False, "drop"),
+    ("batch", BATCHES + 7, 4, False, "pad"),
+    ("epoch", 0, 4, False, "pad"),
+    ("batch", BATCHES + 7, 4, False, "continuous"),
+    ("epoch", 0, 1, True, "continuous"),
+]  # moment, batches, accumulate, estimate, end
+WITH_WORKERS = [CASES[5], CASES[9], CASES[10]]
+
+
 @pytest.mark.parametrize(
-    ("moment", "batches", "accumulate", "estimate"),
-    [
-        ("batch", 5, 1, False),
-        ("batch", 5, 1, True),
-        ("batch", BATCHES, 1, False),
-        ("batch", BATCHES + 4, 1, True),
-        ("batch", 2, 4, False),
-        ("batch", 6, 4, False),
-        ("batch", BATCHES - 1, 4, True),
-        ("batch", BATCHES + 3, 4, False),
-        ("epoch", 0, 1, False),
-        ("epoch", 0, 4, True),
-        ("validation", 4, 1, False),
-        ("validation", 6, 4, True),
-        ("fit_end", 0, 1, False),
-    ],
+    ("workers", "moment", "batches", "accumulate", "estimate", "end"),
+    [(0, *case) for case in CASES]
+    + [pytest.param(2, *case, marks=() if case in WITH_WORKERS else pytest.mark.long) for case in CASES],
 )
 def test_a_resumed_run_takes_the_same_optimizer_steps(
-    tmp_path: Path, workers: int, moment: str, batches: int, accumulate: int, estimate: bool
+    tmp_path: Path, workers: int, moment: str, batches: int, accumulate: int, estimate: bool, end: str
 ) -> None:
     shards = write_numbered(tmp_path / "shards", COUNTS)
     options: dict[str, Any] = {"accumulate_grad_batches": accumulate}
-    data: dict[str, Any] = {}
+    data: dict[str, Any] = {"epoch_end": end}
     if moment == "validation":
         options["val_check_interval"] = 2
         data["val"] = shards[:2]

@@ -121,8 +121,8 @@ def saved(train: list[str], **options: Any) -> dict[str, Any]:
 
 def test_the_state_is_small_and_plain(tmp_path: Path) -> None:
     state = saved(write_texts(tmp_path, random_texts(0, 4)), seq_len=8)
-    assert (state["epoch"], state["position"]) == (0, 4)
-    assert len(json.dumps(state)) < 400
+    assert state["position"] == 4
+    assert len(json.dumps(state)) < 500
 
 
 @pytest.mark.parametrize(

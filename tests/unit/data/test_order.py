@@ -10,7 +10,6 @@ from lightning_llmscale.data.order import (
     EpochOrder,
     SequentialOrder,
     auto_lanes,
-    batch_positions,
     derive_key,
     permute,
 )
@@ -86,23 +85,6 @@ def test_window_bounds_the_shards_that_are_open() -> None:
     last = {place: int(np.flatnonzero(places == place)[-1]) for place in range(50)}
     for position in range(order.size):
         assert sum(first[place] <= position <= last[place] for place in range(50)) <= 2 * 3
-
-
-@pytest.mark.parametrize("batch", [24, 25])
-def test_ranks_together_read_the_same_global_batch(batch: int) -> None:
-    order = EpochOrder(COUNTS, 2, 12, 4)
-    for start in range(0, order.size - batch, batch):
-        whole = batch_positions(start, batch, order.lanes)
-        assert sorted(whole.tolist()) == list(range(start, start + batch))
-        for world in (2, 3, 5, 7, 24):
-            parts = [batch_positions(start, batch, order.lanes, rank, world) for rank in range(world)]
-            assert np.concatenate(parts).tolist() == whole.tolist()
-            assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-def test_a_rank_needs_few_lanes() -> None:
-    lanes = {rank: set((batch_positions(96, 96, 24, rank, 8) % 24).tolist()) for rank in range(8)}
-    assert all(len(used) == 3 for used in lanes.values())
 
 
 def same_shard(order: EpochOrder, batch: int, shards: int) -> float:

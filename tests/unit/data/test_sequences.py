@@ -5,16 +5,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_llmscale.data.sources import SEPARATOR, SequenceSource
+from lightning_llmscale.data.sequences import IGNORED, ConcatSource, PackedSource, PaddedSource, TextSource
+from lightning_llmscale.data.tokens import ByteTokens
 from lightning_llmscale.errors import DataError
 from tests.unit.data.archives import random_texts, write_texts
 
-
-def source(paths: list[str], seq_len: int, seed: int = 0) -> SequenceSource:
-    return SequenceSource([Path(path) for path in paths], seed, seq_len, "txt", "train")
+SEPARATOR = 256
 
 
-def sequences(source: SequenceSource, epoch: int | None) -> list[tuple[list[int], list[int]]]:
+def source(
+    paths: list[str], seq_len: int, seed: int = 0, kind: type[TextSource] = ConcatSource, ids: bool = False
+) -> TextSource:
+    return kind([Path(path) for path in paths], seed, seq_len, ByteTokens(), "txt", ids, "train")
+
+
+def sequences(source: TextSource, epoch: int | None) -> list[tuple[list[int], list[int]]]:
     line = source.line(epoch)
     return [
         (item["input_ids"].tolist(), item["labels"].tolist())
@@ -81,3 +86,55 @@ def test_tokens_are_int64(tmp_path: Path) -> None:
     line = source(write_texts(tmp_path, [[b"abc"]]), 2).line(None)
     assert str(line.read(0, 0)["input_ids"].dtype) == "torch.int64"
     assert np.issubdtype(line.counts.dtype, np.integer)
+
+
+def test_the_remainder_holds_the_tokens_that_no_sequence_predicts(tmp_path: Path) -> None:
+    texts = random_texts(4, 3)
+    stream = [token for shard in texts for text in shard for token in [*text, SEPARATOR]]
+    data = source(write_texts(tmp_path, texts), 50)
+    last = data.line(None).read(-1, -1)
+    assert data.remainder == (len(stream) - 1) % 50 > 0
+    assert last["input_ids"].tolist() == stream[-51:-1]
+    assert last["labels"].tolist() == [IGNORED] * (50 - data.remainder) + stream[-data.remainder :]
+
+
+def test_concat_numbers_documents_and_positions(tmp_path: Path) -> None:
+    data = source(write_texts(tmp_path, [[b"abc", b"", b"defgh"], [b"ij"]]), 6, ids=True)
+    line = data.line(None)
+    first, second = line.read(0, 0), line.read(0, 1)
+    assert first["document_ids"].tolist() == [0, 0, 0, 0, 1, 2]
+    assert first["position_ids"].tolist() == [0, 1, 2, 3, 0, 0]
+    assert second["document_ids"].tolist() == [0, 0, 0, 0, 0, 1]
+    assert second["position_ids"].tolist() == [0, 1, 2, 3, 4, 0]
+
+
+@pytest.mark.parametrize("kind", [PackedSource, PaddedSource])
+@pytest.mark.parametrize("seq_len", [5, 64, 500])
+def test_packing_keeps_every_token_and_every_document_whole(
+    tmp_path: Path, kind: type[TextSource], seq_len: int
+) -> None:
+    texts = random_texts(5, 4)
+    data = source(write_texts(tmp_path, texts), seq_len, kind=kind, ids=True)
+    pieces = []
+    for epoch in (0, 1):
+        line = data.line(epoch)
+        pieces.append([])
+        for place, count in enumerate(line.counts.tolist()):
+            for number in range(count):
+                item = {name: value.tolist() for name, value in line.read(place, number).items()}
+                for document in range(max(item["document_ids"]) + 1):
+                    use = [i for i, value in enumerate(item["document_ids"]) if value == document]
+                    assert [item["position_ids"][i] for i in use] == list(range(len(use)))
+                    inputs, labels = ([item[name][i] for i in use] for name in ("input_ids", "labels"))
+                    assert inputs[1:] == labels[:-1]
+                    pieces[-1].append((tuple(inputs), labels[-1]))
+                padding = [i for i, value in enumerate(item["document_ids"]) if value < 0]
+                assert {item["labels"][i] for i in padding} <= {IGNORED}
+    expected = [
+        (tuple(whole[start : start + seq_len]), [*whole, SEPARATOR][min(start + seq_len, len(whole))])
+        for shard in texts
+        for text in shard
+        if (whole := list(text))
+        for start in range(0, len(whole), seq_len)
+    ]
+    assert sorted(pieces[0]) == sorted(pieces[1]) == sorted(expected)
