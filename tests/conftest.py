@@ -32,6 +32,12 @@ def pool4(pool1: RankPool) -> RankPool:
     return RankPool(4, server=pool1)
 
 
+@pytest.fixture(scope="session")
+def plain_process(pool1: RankPool) -> RankPool:
+    """One process that no launcher has touched, like a user's ``python script.py``."""
+    return RankPool(1, server=pool1, launched=False)
+
+
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
     """A test that leaves a thread, a child process, a shared memory segment, a variable or a process group fails."""

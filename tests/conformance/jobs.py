@@ -71,7 +71,7 @@ def new_trainer(strategy: StrategySpec, **options: Any) -> Trainer:
     """
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
-        "devices": int(os.environ["WORLD_SIZE"]),
+        "devices": int(os.environ.get("WORLD_SIZE", "1")),
         "max_epochs": 1,
         "logger": False,
         "enable_checkpointing": False,

@@ -158,10 +158,11 @@ class RankPool:
     Args:
         world_size: Number of ranks.
         server: Share the fork server of another pool; by default a pool has its own.
+        launched: Whether the ranks look as if torchrun had started them; else nothing tells them of any launcher.
     """
 
-    def __init__(self, world_size: int, server: RankPool | None = None) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, server: RankPool | None = None, *, launched: bool = True) -> None:
+        self.world_size, self._launched = world_size, launched
         self._server = server._server if server is not None else _Server()
 
     def __enter__(self) -> RankPool:
@@ -216,23 +217,23 @@ class RankPool:
         """Call a function of which any end is acceptable, and say how each rank ended."""
         folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         try:
+            port = str(free_port())
             request = Request(
                 payload=pickle.dumps((function, args)),
                 module=function.__module__,
                 path=list(sys.path),
-                environments=[{**self._environment(rank), **(env or {})} for rank in range(self.world_size)],
+                environments=[{**self._environment(rank, port), **(env or {})} for rank in range(self.world_size)],
                 folder=str(folder),
                 timeout=timeout,
             )
-            port = str(free_port())
-            for environment in request.environments:
-                environment.setdefault("MASTER_PORT", port)
             ended = self._server.call(request)
             return [_outcome(rank, end, folder) for rank, end in enumerate(ended)]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _environment(self, rank: int) -> dict[str, str]:
+    def _environment(self, rank: int, port: str) -> dict[str, str]:
+        if not self._launched:
+            return {"OMP_NUM_THREADS": "1"}
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -240,6 +241,7 @@ class RankPool:
             "LOCAL_WORLD_SIZE": str(self.world_size),
             "GROUP_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
             "TORCHELASTIC_RUN_ID": "tests",
             "OMP_NUM_THREADS": "1",
         }
