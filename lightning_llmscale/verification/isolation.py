@@ -6,19 +6,16 @@ unless it is asked to stay, and the optimizers are replaced by SGD unless the us
 
 from __future__ import annotations
 
-__all__ = ["Build", "NoDropout", "Runnable", "isolate", "plain_options", "replace", "strategy_options"]
+__all__ = ["Build", "Runnable", "isolate", "plain_options", "replace", "strategy_options"]
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.overrides import TorchFunctionMode
 
 from lightning_llmscale.errors import ConfigurationError
 from lightning_llmscale.verification.settings import Settings
@@ -127,41 +124,3 @@ def _optimizers_and_schedules(configured: Any) -> tuple[list[Any], bool]:
         pairs = [_optimizers_and_schedules(one) for one in configured]
         return [one for some, _ in pairs for one in some], any(scheduled for _, scheduled in pairs)
     return [configured], False
-
-
-#: Argument that is the probability of dropout, and its position. Functions that call each other are all listed, because
-#: inside a function that was intercepted nothing is intercepted.
-_PROBABILITY: Mapping[Any, tuple[str, int]] = {
-    nn.functional.dropout: ("p", 1),
-    nn.functional.dropout1d: ("p", 1),
-    nn.functional.dropout2d: ("p", 1),
-    nn.functional.dropout3d: ("p", 1),
-    nn.functional.alpha_dropout: ("p", 1),
-    nn.functional.feature_alpha_dropout: ("p", 1),
-    nn.functional.multi_head_attention_forward: ("dropout_p", 10),
-    nn.functional.scaled_dot_product_attention: ("dropout_p", 4),
-    torch.dropout: ("p", 1),
-    torch.alpha_dropout: ("p", 1),
-    torch.feature_dropout: ("p", 1),
-    torch.feature_alpha_dropout: ("p", 1),
-}
-#: Take the probability at a position that depends on the form of the input; it is their only float.
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-
-
-class NoDropout(TorchFunctionMode):
-    """While it is entered, every dropout of torch keeps all its inputs, also the functional ones."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _PROBABILITY:
-            name, position = _PROBABILITY[func]
-            if len(args) > position:
-                args = (*args[:position], 0.0, *args[position + 1 :])
-            else:
-                kwargs[name] = 0.0
-        elif func in _RECURRENT:
-            args = tuple(0.0 if isinstance(argument, float) else argument for argument in args)
-        return func(*args, **kwargs)

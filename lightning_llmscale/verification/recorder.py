@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_llmscale.errors import ConfigurationError
 from lightning_llmscale.strategies.base import ScalableStrategy
 from lightning_llmscale.verification.batches import sample_count
-from lightning_llmscale.verification.isolation import NoDropout
+from lightning_llmscale.verification.dropout import no_dropout
 from lightning_llmscale.verification.recording import BatchRecord, RankInfo, RankWriter, State
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -67,7 +67,7 @@ class Recorder(Callback):
         self._writer.state("start", start)
         if not self._keep_dropout:
             self._entered = ExitStack()
-            self._entered.enter_context(NoDropout())
+            self._entered.enter_context(no_dropout(pl_module))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -6,15 +6,14 @@ import pickle
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_llmscale.errors import ConfigurationError
 from lightning_llmscale.verification import Settings
-from lightning_llmscale.verification.isolation import NoDropout, isolate
+from lightning_llmscale.verification.isolation import isolate
 from tests.multiprocess.verify_runs import Run
 
 
@@ -91,45 +90,3 @@ def test_an_isolated_module_can_be_sent_to_spawned_processes() -> None:
     module = pickle.loads(pickle.dumps(isolated(Configured("one"))))
     optimizer = module.configure_optimizers()
     assert optimizer.param_groups[0]["params"][0] is module.trained.weight
-
-
-class Recurrent(nn.Module):
-    """The output of a stack with dropout between its layers."""
-
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.stack = kind(8, 8, num_layers=2, dropout=0.5, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.stack(x)[0]
-
-
-@pytest.mark.parametrize(
-    "random",
-    [
-        nn.Dropout(0.5),
-        nn.Dropout(0.5, inplace=True),
-        nn.Dropout1d(0.5),
-        nn.AlphaDropout(0.5),
-        lambda x: nn.functional.dropout(x, 0.5, True),
-        lambda x: nn.functional.dropout(x),
-        lambda x: torch.dropout(x, 0.5, True),
-        lambda x: nn.functional.scaled_dot_product_attention(x, x, x, None, 0.5),
-        lambda x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
-        Recurrent(nn.LSTM),
-        Recurrent(nn.GRU),
-        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True),
-    ],
-)
-def test_no_dropout(random: Any) -> None:
-    x = torch.randn(2, 5, 8)
-    with NoDropout():
-        assert torch.equal(random(x.clone()), random(x.clone()))
-    assert not torch.equal(random(x.clone()), random(x.clone()))
-
-
-def test_no_dropout_leaves_gradients_alone() -> None:
-    x = torch.ones(4, 4, requires_grad=True)
-    with NoDropout():
-        nn.functional.dropout(x, 0.5).sum().backward()
-    assert torch.equal(x.grad, torch.ones(4, 4))
