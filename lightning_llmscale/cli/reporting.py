@@ -34,22 +34,27 @@ def report_errors() -> Iterator[Outcome]:
     The launched ranks of a host meet the same mistake at the same time, so only its first rank speaks. With
     ``LLMSCALE_DEBUG`` set every rank shows its traceback.
     """
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
     outcome = Outcome()
     try:
         yield outcome
-    except (LlmscaleError, MisconfigurationException, OSError) as error:
-        if os.environ.get("LLMSCALE_DEBUG"):
+    except Exception as error:
+        meant = _for_the_user(error)
+        if meant is None or os.environ.get("LLMSCALE_DEBUG"):
             raise
-        if isinstance(error, OSError) and error.filename is None:
-            raise  # not about a file of the user's, so the place in the code matters
-        outcome.code = 2 if isinstance(error, (ConfigurationError, MisconfigurationException)) else 1
+        sentence, outcome.code = meant
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            fail(_sentence(error), outcome.code)
+            fail(sentence, outcome.code)
 
 
-def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and not isinstance(error, LlmscaleError):
-        return f"{error.filename}: {error.strerror}; give a path this user can use."
-    return str(error)
+def _for_the_user(error: Exception) -> tuple[str, int] | None:
+    """Returns the sentence and the exit code of an error that is the user's to repair, ``None`` for any other."""
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    cause: BaseException | None = error
+    while cause is not None:  # jsonargparse wraps what a constructor raises, with the types it tried after that
+        if isinstance(cause, (LlmscaleError, MisconfigurationException)):
+            return str(cause), 2 if isinstance(cause, (ConfigurationError, MisconfigurationException)) else 1
+        cause = cause.__cause__
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; give a path this user can use.", 1
+    return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 __all__ = ["LlmscaleCLI", "LlmscaleTrainer", "run"]
 
+import copy
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from typing_extensions import override
 from lightning_llmscale.cli.checks import check_checkpoint, check_writable
 from lightning_llmscale.cli.parser import LlmscaleParser
 from lightning_llmscale.cli.strategy_names import check_strategy_name, import_named_classes
+from lightning_llmscale.data import WebDatasetDataModule
 from lightning_llmscale.errors import ConfigurationError
 
 
@@ -65,10 +68,18 @@ class LlmscaleCLI(LightningCLI):
         check_checkpoint(options.get("ckpt_path"))
 
     @override
+    def after_instantiate_classes(self) -> None:
+        # Found out here, a bad shard stops one process; found out by Lightning, it stops every rank it has started.
+        # A copy is asked, because the ranks must find the DataModule as new.
+        if isinstance(self.datamodule, WebDatasetDataModule) and _starts_ranks():
+            stage = str(self.config.subcommand)
+            copy.deepcopy(self.datamodule).setup(stage)
+
+    @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         try:
             trainer = super().instantiate_trainer(**kwargs)
-        except (MisconfigurationException, ValueError) as error:
+        except (MisconfigurationException, ValueError, ModuleNotFoundError) as error:
             remedy = " Give a number of at least 1 or auto." if "devices=" in str(error) else ""
             raise ConfigurationError(f"{error}{remedy}") from error
         check_writable("trainer.default_root_dir", trainer.default_root_dir)
@@ -77,6 +88,11 @@ class LlmscaleCLI(LightningCLI):
         for callback in trainer.checkpoint_callbacks:
             check_writable("the checkpoint callback's dirpath", getattr(callback, "dirpath", None))
         return trainer
+
+
+def _starts_ranks() -> bool:
+    """Whether this process is the one a user or a scheduler started, and not a rank of a run under way."""
+    return "LOCAL_RANK" not in os.environ
 
 
 def run(args: list[str]) -> int:

@@ -175,6 +175,8 @@ def _report(options: argparse.Namespace, corpus: Corpus, folder: Path) -> None:
     checkpoint = max((folder / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     picture = folder / "loss.png"
     drawn = plot(curves, corpus.entropy, picture)
+    if len(curves.train) < options.steps:
+        print(f"\nStopped after --minutes {options.minutes:g}, before the {options.steps} steps were done.")
     print("\n" + text_chart(curves.train, corpus.entropy) + "\n")
     print(_losses(curves, corpus.entropy))
     if curves.tokens_per_second is not None:

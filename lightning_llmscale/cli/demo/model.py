@@ -55,7 +55,7 @@ class ByteGPT(LightningModule):
         heads: int = 4,
         seq_len: int = 128,
         vocab_size: int = 257,
-        learning_rate: float = 3e-3,
+        learning_rate: float = 2e-3,
         warmup_steps: int = 20,
     ) -> None:
         super().__init__()

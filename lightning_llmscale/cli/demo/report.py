@@ -6,11 +6,14 @@ __all__ = ["Curves", "largest_difference", "plot", "read_curves", "text_chart"]
 
 import csv
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 _NATS_PER_BIT = math.log(2)
+# Lightning's ThroughputMonitor logs the sum over processes only where there are several
+_SPEEDS = ("train/items_per_sec", "train/device/items_per_sec")
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,10 @@ def read_curves(metrics: Path) -> Curves:
                 train[step] = float(row["train_loss"]) / _NATS_PER_BIT
             if row.get("val_loss"):
                 val[step] = float(row["val_loss"]) / _NATS_PER_BIT
-            if row.get(THROUGHPUT):
-                speeds.append(float(row[THROUGHPUT]))
-    return Curves(train, val, sorted(speeds)[len(speeds) // 2] if speeds else None)
-
-
-THROUGHPUT = "train|items_per_sec"
-"""The column in which Lightning's ThroughputMonitor logs tokens per second of all processes."""
+            speed = next((row[name] for name in _SPEEDS if row.get(name)), None)
+            if speed is not None:
+                speeds.append(float(speed))
+    return Curves(train, val, statistics.median(speeds) if speeds else None)
 
 
 def largest_difference(left: Curves, right: Curves, first_steps: int) -> float | None:
