@@ -54,6 +54,8 @@ def verify(
         VerificationError: If a run fails or does not end in time.
     """
     settings = settings or Settings()
+    if not 0 < timeout < float("inf"):
+        raise ConfigurationError(f"timeout={timeout:g}: give the seconds that a run may take, for example 600.")
     launched = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
     if launched:
         raise ConfigurationError(
@@ -164,16 +166,13 @@ class _Runs:
         """Says in one sentence why a run failed: its own error, else the last error line of its output."""
         errors = [json.loads(path.read_text()) for path in sorted(self.folder.glob(f"{phase}.error.*.json"))]
         if errors:
-            first = errors[0]
-            message = " ".join(first["message"].split())
-            known = first["kind"] in ("ConfigurationError", "RefusedFeatureError")
-            return VerificationError(
-                f"{PHASES[phase]} failed: {message}"
-                if known
-                else f"{PHASES[phase]} failed on rank {first['rank']} with {first['kind']}: {message}"
-            )
-        lines = (self.folder / f"{phase}.log").read_text(errors="replace").splitlines()
-        telling = [line.strip() for line in lines if "rror:" in line] or [
-            line.strip() for line in lines if line.strip()
-        ]
-        return VerificationError(f"{PHASES[phase]} {end}" + (f": {telling[-1]}" if telling else "."))
+            # an error meant for users says all by itself; of any other the class and the rank matter
+            first = next((error for error in errors if not error["kind"]), errors[0])
+            where = f" on rank {first['rank']} with {first['kind']}" if first["kind"] else ""
+            return VerificationError(f"{PHASES[phase]} failed{where}: {' '.join(first['message'].split())}")
+        lines = [line.strip() for line in (self.folder / f"{phase}.log").read_text(errors="replace").splitlines()]
+        said = next((line.partition(": error: ")[2] for line in lines if ": error: " in line), None)
+        if said:  # by the command line's parser
+            return VerificationError(said)
+        telling = [line for line in lines if "Error" in line] or [line for line in lines if line]
+        return VerificationError(f"{PHASES[phase]} {end}" + (f"; its last words: {telling[-1]}" if telling else "."))

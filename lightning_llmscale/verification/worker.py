@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_llmscale.errors import LlmscaleError
 from lightning_llmscale.verification.isolation import Build, plain_options, strategy_options
 from lightning_llmscale.verification.replay import record, replay
 from lightning_llmscale.verification.settings import Settings
@@ -77,7 +80,8 @@ def main(file: str) -> int:
     except Exception as error:  # noqa: BLE001 whatever it is, the parent process shows it in one sentence
         traceback.print_exc()
         rank = os.environ.get("LOCAL_RANK", "0")
-        content = {"kind": type(error).__name__, "message": str(error), "rank": int(rank)}
+        meant = isinstance(error, (LlmscaleError, MisconfigurationException))
+        content = {"kind": "" if meant else type(error).__name__, "message": str(error), "rank": int(rank)}
         (Path(job.folder) / f"{job.phase}.error.{rank}.json").write_text(json.dumps(content))
         return 1
     return 0

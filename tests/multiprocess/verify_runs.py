@@ -1,20 +1,21 @@
 """Modules, strategies with planted faults, and the build function that the tests of verify give to its processes."""
 
-# no `from __future__ import annotations` here: DDP compares a hook's annotations with the classes themselves
+from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_llmscale import RingAllReduceStrategy
+from lightning_llmscale.collectives.reducer import Reducer
 from lightning_llmscale.verification import Settings, plain_options, record, replay, strategy_options
 
 VOCABULARY, LENGTH = 11, 6
@@ -29,7 +30,8 @@ class TiedLM(LightningModule):
         self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 8))
         self.head = nn.Linear(8, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
-        generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+        rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+        generator = torch.Generator().manual_seed(int(rank))
         self.register_buffer("projection", torch.randn(8, 8, generator=generator))
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
@@ -44,56 +46,110 @@ class TiedLM(LightningModule):
         return DataLoader(TensorDataset(*tokens()), batch_size=4)
 
 
+class OddData(TiedLM):
+    """A last batch of one sample, of which rank 1 gets none; drawn in another order each epoch."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*tokens(29)), batch_size=4, shuffle=True)
+
+
+class TokenMean(OddData):
+    """A mean over some of the tokens, of which ranks have different numbers."""
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> dict[str, Any]:
+        tokens, targets = batch
+        counted = ((tokens * 7 + targets) % 5 < 2).float().flatten()
+        logits = self.head(self.body(self.embedding(tokens) @ self.projection)).flatten(0, 1)
+        losses = nn.functional.cross_entropy(logits, targets.flatten(), reduction="none")
+        return {"loss": (losses * counted).sum() / counted.sum().clamp(min=1), "loss_weight": counted.sum()}
+
+
+class WithDropout(TiedLM):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+
+
+class DictBatches(TiedLM):
+    """Batches that hold a string for each sample."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        x, y = tokens()
+        return DataLoader(
+            [{"x": a, "y": b, "key": f"{i}"} for i, (a, b) in enumerate(zip(x, y, strict=True))], batch_size=4
+        )
+
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
+        if len(batch["key"]) != len(batch["x"]):
+            raise ValueError(f"{len(batch['key'])} keys of {len(batch['x'])} samples")
+        return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+
 def tokens(samples: int = 96) -> tuple[Tensor, Tensor]:
     drawn = torch.randint(0, VOCABULARY, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     return drawn[:, :-1], drawn[:, 1:]
 
 
-class SummedGradients(DDPStrategy):
+class FaultyReducer:
+    """Stands between the communication thread and the reducer."""
+
+    def __init__(self, inner: Reducer) -> None:
+        self.inner = inner
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Summing(FaultyReducer):
+    def all_reduce(self, flat: Tensor, scale: float) -> None:
+        self.inner.all_reduce(flat, 1.0)
+
+
+class KeepingOwn(FaultyReducer):
+    def all_reduce(self, flat: Tensor, scale: float) -> None:
+        own = flat.clone()
+        self.inner.all_reduce(flat, scale)
+        flat.copy_(own)
+
+
+class SummedGradients(RingAllReduceStrategy):
     """Adds the gradients of the ranks and forgets to divide."""
 
     def _register_ddp_hooks(self) -> None:
-        self.model.register_comm_hook(None, sum_of_ranks)
+        super()._register_ddp_hooks()
+        plant(self, Summing)
 
 
-def sum_of_ranks(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
-
-
-class SkippingRank(DDPStrategy):
+class SkippingRank(RingAllReduceStrategy):
     """Rank 1 takes part in the exchange and goes on with its own gradients."""
 
     def _register_ddp_hooks(self) -> None:
-        self.model.register_comm_hook(self.global_rank, mean_except_on_rank_1)
+        super()._register_ddp_hooks()
+        if self.global_rank == 1:
+            plant(self, KeepingOwn)
 
 
-def mean_except_on_rank_1(rank: int, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    own = bucket.buffer().clone()
-    done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return done.then(lambda done: own if rank == 1 else done.value()[0] / dist.get_world_size())
-
-
-class NoExchange(DDPStrategy):
-    """Every rank trains alone."""
+class NoExchange(RingAllReduceStrategy):
+    """Every rank goes on with its own gradients."""
 
     def _register_ddp_hooks(self) -> None:
-        self.model.register_comm_hook(None, own_gradients)
+        super()._register_ddp_hooks()
+        plant(self, KeepingOwn)
 
 
-def own_gradients(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
+def plant(strategy: RingAllReduceStrategy, fault: type[FaultyReducer]) -> None:
+    thread = strategy._reduction.thread
+    thread._reducer = fault(thread._reducer)
 
 
-class UnsharedBuffers(DDPStrategy):
+class UnsharedBuffers(RingAllReduceStrategy):
     """Leaves every rank its own buffers."""
 
     def __init__(self) -> None:
-        super().__init__(broadcast_buffers=False)
+        super().__init__()
+        self._ddp_kwargs["broadcast_buffers"] = False
 
 
-class UntiedWeights(DDPStrategy):
+class UntiedWeights(RingAllReduceStrategy):
     """Copies the shared weight of the head, as wrapping or sharding module by module does."""
 
     def setup(self, trainer: Trainer) -> None:
@@ -109,13 +165,20 @@ class Run:
     datamodule: LightningDataModule | None = None
 
 
-def record_job(folder: Path, strategy: type, model: type, options: Mapping[str, Any], settings: Settings) -> None:
+def record_job(
+    folder: Path,
+    strategy: Callable[[], Strategy],
+    model: type[LightningModule],
+    options: Mapping[str, Any],
+    settings: Settings,
+) -> None:
     """On every rank: train under the strategy and record."""
-    trainer = new_trainer(strategy_options(folder), strategy=strategy(), devices=2, **options)
+    world = int(os.environ["WORLD_SIZE"])
+    trainer = new_trainer(strategy_options(folder), strategy=strategy(), devices=world, **options)
     record(Run(trainer, model()), folder / "strategy", settings)
 
 
-def replay_job(folder: Path, model: type, options: Mapping[str, Any], settings: Settings) -> None:
+def replay_job(folder: Path, model: type[LightningModule], options: Mapping[str, Any], settings: Settings) -> None:
     """In one process: train plainly on what was recorded."""
     run = Run(new_trainer(plain_options(folder), **options), model())
     replay(run, folder / "strategy", folder / "plain", settings)
@@ -123,3 +186,16 @@ def replay_job(folder: Path, model: type, options: Mapping[str, Any], settings: 
 
 def new_trainer(verify_options: Mapping[str, Any], **options: Any) -> Trainer:
     return Trainer(**{"accelerator": "cpu", "max_epochs": 3, **options, **verify_options})
+
+
+def build_failing_on_rank_1(arguments: Sequence[str], trainer_options: Mapping[str, Any]) -> Run:
+    """A build function whose module fails in its second step on one rank."""
+    trainer = new_trainer({"devices": 2, "strategy": RingAllReduceStrategy(), **trainer_options})
+    return Run(trainer, FailingOnRank1())
+
+
+class FailingOnRank1(TiedLM):
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and batch_idx == 1:
+            raise ArithmeticError("the second batch of rank 1")
+        return super().training_step(batch, batch_idx)
