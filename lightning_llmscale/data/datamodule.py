@@ -13,6 +13,7 @@ from lightning_llmscale.data.collate import collate_samples, collate_sequences
 from lightning_llmscale.data.loader import Cursor, EvaluationLoader, Layout, TrainLoader
 from lightning_llmscale.data.order import auto_lanes
 from lightning_llmscale.data.plan import EpochEnd, ShuffledPlan, StoredPlan
+from lightning_llmscale.data.processing import OnBad, Processing, Stage
 from lightning_llmscale.data.progress import AlignProgress, compare_fingerprints, snapshot
 from lightning_llmscale.data.sequences import ConcatSource, PackedSource, PaddedSource
 from lightning_llmscale.data.shards import expand_shards
@@ -61,7 +62,17 @@ class WebDatasetDataModule(LightningDataModule):
             Face ``tokenizer.json``; or ``"tiktoken:<encoding>"``.
         text_key: Extension of the member that holds the document.
         document_ids: Add ``document_ids`` and ``position_ids`` to the batches, (B, T), for attention inside documents.
+        filter: Keeps the decoded samples for which it returns true. A rejected sample of the training data is
+            replaced by another of its shard, so that batches keep their size; validation and test leave it out.
+        transform: Applied to each decoded sample.
+        pipeline: webdataset filters (``wds.decode("torchrgb")``, ``wds.to_tuple("jpg", "cls")``, ``wds.map(f)``,
+            ``wds.select(f)``, ``wds.rename(...)``) over the stream of undecoded samples, instead of decoding,
+            ``filter`` and ``transform``; each stage gives one sample for one, or none.
         collate: Makes a batch of a list of samples; torch's ``default_collate`` when ``None``.
+        trusted: Unpickle ``pyd`` and ``pickle`` members, which can run any code.
+        on_bad: ``"skip"`` replaces samples that cannot be decoded, as ``filter`` does, and reads damaged shards as
+            far as they go; all are counted and named at the end of the epoch.
+        max_bad: Bad samples that a rank may skip in an epoch.
         lanes: Streams that a batch is dealt from; more mix better and keep more shards open. ``"auto"`` follows the
             batch size and mixes about as well as a full shuffle (see ``docs/data.md``).
         window: Shards open in each lane.
@@ -88,7 +99,13 @@ class WebDatasetDataModule(LightningDataModule):
         tokenizer: str = "bytes",
         text_key: str = "txt",
         document_ids: bool = False,
-        collate: Callable[[list[dict[str, Any]]], Any] | None = None,
+        filter: Callable[[dict[str, Any]], bool] | None = None,
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+        pipeline: Sequence[Stage] = (),
+        collate: Callable[[list[Any]], Any] | None = None,
+        trusted: bool = False,
+        on_bad: OnBad = "raise",
+        max_bad: int = 100,
         lanes: int | str = "auto",
         window: int = 4,
         prefetch_factor: int = 2,
@@ -98,7 +115,8 @@ class WebDatasetDataModule(LightningDataModule):
         _at_least(
             1, global_batch_size=global_batch_size, seq_len=seq_len, window=window, prefetch_factor=prefetch_factor
         )
-        _at_least(0, num_workers=num_workers, seed=seed)
+        _at_least(0, num_workers=num_workers, seed=seed, max_bad=max_bad)
+        _one_of(OnBad, on_bad=on_bad)
         _one_of(EpochEnd, epoch_end=epoch_end)
         _one_of(Packing, packing=packing)
         if lanes != "auto":
@@ -106,7 +124,20 @@ class WebDatasetDataModule(LightningDataModule):
                 raise ConfigurationError(f"lanes={lanes!r} is not possible; use 'auto' or a number.")
             _at_least(1, lanes=lanes)
         if seq_len is None:
-            _only_with_seq_len(packing=packing != "concat", tokenizer=tokenizer != "bytes", document_ids=document_ids)
+            _without_effect(
+                "on whole samples; give seq_len too, or leave it out",
+                packing=packing != "concat",
+                tokenizer=tokenizer != "bytes",
+                document_ids=document_ids,
+            )
+        else:
+            _without_effect(
+                "with seq_len, where documents are read as tokens; filter and transform them when packing",
+                filter=filter,
+                transform=transform,
+                pipeline=pipeline,
+                trusted=trusted,
+            )
         self.train, self.val, self.test = train, val, test
         self.global_batch_size = global_batch_size
         self.seq_len = seq_len
@@ -116,6 +147,10 @@ class WebDatasetDataModule(LightningDataModule):
         self.packing: Packing = packing
         self._tokens = make_token_reader(tokenizer, text_key) if seq_len is not None else None
         self._text_key, self._document_ids = text_key, document_ids
+        self._processing = Processing(
+            trusted=trusted, filter=filter, transform=transform, pipeline=pipeline, on_bad=on_bad
+        )
+        self._max_bad = max_bad
         self._collate = collate or (collate_samples if seq_len is None else collate_sequences)
         self._lanes = lanes if isinstance(lanes, int) else auto_lanes(global_batch_size)
         self._lanes_chosen = isinstance(lanes, int)
@@ -185,7 +220,7 @@ class WebDatasetDataModule(LightningDataModule):
     def _open(self, name: str, patterns: str | Sequence[str]) -> Source:
         shards = expand_shards(patterns, name)
         if self.seq_len is None or self._tokens is None:
-            return SampleSource(shards, self.seed)
+            return SampleSource(shards, self.seed, self._processing)
         kinds: dict[str, Callable[..., Source]]
         kinds = {"concat": ConcatSource, "best_fit": PackedSource, "none": PaddedSource}
         make = kinds[self.packing]
@@ -212,6 +247,7 @@ class WebDatasetDataModule(LightningDataModule):
             num_workers=self.num_workers,
             prefetch_factor=self._prefetch_factor,
             pin_memory=self._pin_memory,
+            max_bad=self._max_bad,
         )
 
     def train_dataloader(self) -> TrainLoader:
@@ -289,7 +325,7 @@ def _one_of(choices: Any, **options: str) -> None:
             raise ConfigurationError(f"{name}={value!r} is not possible; use one of {', '.join(get_args(choices))}.")
 
 
-def _only_with_seq_len(**given: bool) -> None:
-    for name, changed in given.items():
-        if changed:
-            raise ConfigurationError(f"{name} has no effect on whole samples; give seq_len too, or leave it out.")
+def _without_effect(reason: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value:
+            raise ConfigurationError(f"{name} has no effect {reason}.")

@@ -1,25 +1,29 @@
 """Turn the bytes of a sample's members into Python objects, by extension.
 
-The meaning of an extension is webdataset's. Nothing here executes code from a shard: there is no pickle in the table.
+The meaning of an extension is webdataset's. Nothing here executes code from a shard unless the user trusts it.
 """
 
 from __future__ import annotations
 
-__all__ = ["decode_sample", "npy_layout"]
+__all__ = ["Decoder", "npy_layout"]
 
 import ast
+import io
 import json
 import math
+import pickle
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
-from lightning_llmscale.errors import DataError
+from lightning_llmscale.errors import ConfigurationError, DataError, LlmscaleError
 
-
-def _text(raw: memoryview) -> str:
-    return str(raw, "utf-8")
+_LARGEST = 1 << 30
+"""Bytes to which a compressed member may grow; a few kilobytes can otherwise fill the memory."""
 
 
 def npy_layout(raw: memoryview) -> tuple[int, np.dtype[Any], tuple[int, ...], bool]:
@@ -58,30 +62,105 @@ def _array(raw: memoryview) -> np.ndarray[Any, Any]:
     return flat.reshape(shape, order="F" if fortran else "C")
 
 
-DECODERS: dict[str, Callable[[memoryview], Any]] = {
+def _arrays(raw: memoryview) -> dict[str, np.ndarray[Any, Any]]:
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        if sum(member.file_size for member in archive.infolist()) > _LARGEST:
+            raise ValueError(f"it would unpack to more than {_LARGEST} bytes")
+    with np.load(io.BytesIO(raw), allow_pickle=False) as stored:
+        return {name: stored[name] for name in stored.files}
+
+
+def _image(raw: memoryview) -> torch.Tensor:
+    """Decode to uint8 RGB, shape (3, height, width)."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ConfigurationError("Decoding images needs Pillow; run: pip install pillow") from None
+    with Image.open(io.BytesIO(raw)) as image:
+        pixels = np.array(image.convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+def _gunzip(raw: memoryview) -> memoryview:
+    inflate = zlib.decompressobj(wbits=31)
+    data = inflate.decompress(raw, _LARGEST)
+    if not inflate.eof:
+        raise ValueError(
+            f"it would unpack to more than {_LARGEST} bytes" if len(data) >= _LARGEST else "its gzip is cut"
+        )
+    return memoryview(data)
+
+
+def _text(raw: memoryview) -> str:
+    return str(raw, "utf-8")
+
+
+def _number(raw: memoryview) -> int:
+    return int(bytes(raw))
+
+
+def _json(raw: memoryview) -> Any:
+    return json.loads(bytes(raw))
+
+
+_DECODERS: dict[str, Callable[[memoryview], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), _text),
-    **dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), lambda raw: int(bytes(raw))),
-    **dict.fromkeys(("json", "jsn"), lambda raw: json.loads(bytes(raw))),
+    **dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), _number),
+    **dict.fromkeys(("json", "jsn"), _json),
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp"), _image),
     "npy": _array,
-    "bin": bytes,
+    "npz": _arrays,
 }
+_UNDECODABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    SyntaxError,
+    OSError,
+    EOFError,
+    zlib.error,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+)
+_PICKLES = ("pyd", "pickle")
 
 
-def decode_sample(key: str, shard: str, members: Mapping[str, memoryview]) -> dict[str, Any]:
-    """Decode a sample into webdataset's form: ``__key__``, ``__url__`` and one entry for each extension.
+class Decoder:
+    """Decodes members by the last part of their extension (``seg.npy`` is an array); unknown ones stay bytes.
 
-    The last part of a dotted extension decides (``seg.npy`` is an array); unknown extensions stay bytes.
+    ``txt`` gives str, ``json`` its objects, ``npy`` an array, ``npz`` a dict of arrays, ``cls`` and its like an int,
+    ``jpg``, ``png`` and ``webp`` a uint8 tensor (3, height, width); ``.gz`` is unpacked first.
 
-    Raises:
-        DataError: A member's bytes do not have the form its extension says.
+    Args:
+        trusted: Unpickle ``pyd`` and ``pickle`` members. A pickle runs any code its writer chose.
     """
-    sample: dict[str, Any] = {"__key__": key, "__url__": shard}
-    for extension, raw in members.items():
-        decode = DECODERS.get(extension.rpartition(".")[2], bytes)
-        try:
-            sample[extension] = decode(raw)
-        except (ValueError, KeyError, TypeError, SyntaxError) as error:
-            raise DataError(
-                f"{shard}: member .{extension} of sample {key!r} cannot be decoded ({error}); repair or remove it."
-            ) from error
-    return sample
+
+    def __init__(self, trusted: bool = False) -> None:
+        self._trusted = trusted
+
+    def __call__(self, key: str, shard: str, members: Mapping[str, memoryview]) -> dict[str, Any]:
+        """Decode a sample into webdataset's form: ``__key__``, ``__url__`` and one entry for each extension.
+
+        Raises:
+            DataError: A member's bytes do not have the form its extension says, or a pickle is not trusted.
+        """
+        sample: dict[str, Any] = {"__key__": key, "__url__": shard}
+        for extension, raw in members.items():
+            kind = extension.removesuffix(".gz")
+            try:
+                data = raw if kind == extension else _gunzip(raw)
+                sample[extension] = self._decode(kind.rpartition(".")[2], data)
+            except LlmscaleError:
+                raise
+            except _UNDECODABLE as error:
+                raise DataError(
+                    f"{shard}: member .{extension} of sample {key!r} cannot be decoded ({error}); repair or remove it."
+                ) from error
+        return sample
+
+    def _decode(self, kind: str, raw: memoryview) -> Any:
+        if kind in _PICKLES:
+            if not self._trusted:
+                raise ValueError("it is a pickle, which can run any code; give trusted=True if you know who wrote it")
+            return pickle.loads(raw)
+        return _DECODERS.get(kind, bytes)(raw)

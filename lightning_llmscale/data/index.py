@@ -80,8 +80,16 @@ class ShardIndex:
         return members
 
     @classmethod
-    def from_members(cls, members: Iterable[Member], shard_bytes: int, shard: str) -> ShardIndex:
+    def from_members(
+        cls, members: Iterable[Member], shard_bytes: int, shard: str, allow_empty: bool = False
+    ) -> ShardIndex:
         """Group the members of a shard into samples.
+
+        Args:
+            members: Members in stored order.
+            shard_bytes: Size of the shard.
+            shard: Name for error messages.
+            allow_empty: Accept a shard without samples.
 
         Raises:
             DataError: No sample in the shard, or a name that points outside of it.
@@ -105,11 +113,11 @@ class ShardIndex:
                 keys.append(key)
             taken.add((sample, extension))
             rows.append((sample, offset, size, extension))
-        if not rows:
+        if not rows and not allow_empty:
             raise DataError(
                 f"{shard} holds no samples (no member has a name like key.extension); take it out of the list."
             )
-        table = np.array(rows, np.int64)
+        table = np.array(rows, np.int64).reshape(-1, 4)
         table = table[np.argsort(table[:, 0], kind="stable")]
         encoded = [key.encode("utf-8", "surrogateescape") for key in keys]
         return cls(

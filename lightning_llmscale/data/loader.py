@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_llmscale.data.order import Int
 from lightning_llmscale.data.plan import EpochEnd, Plan, Spans, evaluation_spans, pass_spans
-from lightning_llmscale.errors import LlmscaleError
+from lightning_llmscale.data.processing import BadSamples
+from lightning_llmscale.data.sources import REJECTED
+from lightning_llmscale.errors import DataError, LlmscaleError
 
 _PLANNED_AT_ONCE = 4096  # items whose addresses a worker computes together
 
@@ -42,6 +44,8 @@ class Layout:
     """Batches each worker holds ready."""
     pin_memory: bool = False
     """Whether batches are copied to page-locked memory."""
+    max_bad: int = 0
+    """Bad samples that a rank may skip in a pass."""
 
     def edges(self, size: int) -> list[int]:
         """Where the parts of the ranks begin and end in a batch of ``size``; parts differ by one item at most."""
@@ -94,10 +98,13 @@ class BatchLoader(ABC):
             prefetch_factor=self.layout.prefetch_factor if workers else None,
             pin_memory=self.layout.pin_memory,
         )
-        for batch in batches:
-            if isinstance(batch, _Failure):
-                raise batch.error
+        bad = BadSamples(self.layout.max_bad)
+        for batch, problems, error in batches:
+            bad.add(problems)
+            if error is not None:
+                raise error
             yield batch
+        bad.summarise()
 
 
 class TrainLoader(BatchLoader):
@@ -202,10 +209,19 @@ class _BatchStream(IterableDataset[Any]):
         mine = range(worker.id, len(self._spans), worker.num_workers) if worker else range(len(self._spans))
         try:
             for addresses in self._planned(mine):
-                yield self._collate([self._plan.read(address) for address in addresses.tolist()])
+                yield self._build(addresses), self._plan.take_problems(), None
         except LlmscaleError as error:
             # handed over as a value: torch would wrap an exception of a worker in its traceback
-            yield _Failure(error)
+            yield None, self._plan.take_problems(), error
+
+    def _build(self, addresses: Int) -> Any:
+        items = [item for address in addresses.tolist() if (item := self._plan.read(address)) is not REJECTED]
+        if not items:
+            raise DataError(
+                f"All {len(addresses)} samples of a rank's evaluation batch were rejected; use a larger "
+                f"global_batch_size, or filter the data when it is packed."
+            )
+        return self._collate(items)
 
     def _planned(self, mine: Sequence[int]) -> Iterator[Int]:
         """Addresses of the rank's items of each batch; many batches are located in one call."""
@@ -221,11 +237,6 @@ class _BatchStream(IterableDataset[Any]):
         edges, positions = self._layout.edges(size), self._plan.deal(start, size)
         low, high = edges[self._layout.rank], edges[self._layout.rank + 1]
         return positions[low:high] if high > low else positions[:1]
-
-
-@dataclass(frozen=True)
-class _Failure:
-    error: LlmscaleError
 
 
 def _unchanged(batch: Any) -> Any:

@@ -40,8 +40,12 @@ class Plan(ABC):
         """Addresses of items, one row for each position, for :meth:`read`."""
 
     @abstractmethod
-    def read(self, address: Sequence[int]) -> dict[str, Any]:
+    def read(self, address: Sequence[int]) -> Any:
         """Return the item at an address."""
+
+    def take_problems(self) -> list[str]:
+        """Return and forget the bad samples that this process met."""
+        return []
 
     def weights(self, positions: Int) -> Int:
         """What the items count in a mean of losses, relative to each other."""
@@ -52,7 +56,7 @@ class StoredPlan(Plan):
     """Items as they lie in the shards."""
 
     def __init__(self, source: Source) -> None:
-        self.items = source.items
+        self.items, self._source = source.items, source
         self._line = source.line(None)
         self._order = SequentialOrder(self._line.counts)
 
@@ -64,9 +68,13 @@ class StoredPlan(Plan):
         """See :meth:`Plan.locate`; rows are (place, item)."""
         return np.stack(self._order.locate(positions), axis=1)
 
-    def read(self, address: Sequence[int]) -> dict[str, Any]:
+    def read(self, address: Sequence[int]) -> Any:
         """See :meth:`Plan.read`."""
         return self._line.read(address[0], address[1])
+
+    def take_problems(self) -> list[str]:
+        """See :meth:`Plan.take_problems`."""
+        return self._source.processing.take_problems() if self._source.processing else []
 
 
 class ShuffledPlan(Plan):
@@ -101,10 +109,14 @@ class ShuffledPlan(Plan):
             rows[use, 1], rows[use, 2] = self._epoch(number)[1].locate(position[use])
         return rows
 
-    def read(self, address: Sequence[int]) -> dict[str, Any]:
+    def read(self, address: Sequence[int]) -> Any:
         """See :meth:`Plan.read`."""
         epoch, place, item = address
         return self._epoch(epoch)[0].read(place, item)
+
+    def take_problems(self) -> list[str]:
+        """See :meth:`Plan.take_problems`."""
+        return self._source.processing.take_problems() if self._source.processing else []
 
     def weights(self, positions: Int) -> Int:
         """See :meth:`Plan.weights`; a sequence counts the tokens it predicts."""

@@ -7,10 +7,11 @@ __all__ = ["ShardReader", "open_index"]
 import mmap
 import os
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_llmscale.data.index import ShardIndex, index_path, load_index
-from lightning_llmscale.data.tar import scan_tar
+from lightning_llmscale.data.tar import Member, scan_tar
 from lightning_llmscale.errors import DataError
 
 
@@ -22,8 +23,12 @@ def _map(path: Path) -> memoryview:
         )
 
 
-def open_index(path: Path) -> ShardIndex:
+def open_index(path: Path, damages: list[str] | None = None) -> ShardIndex:
     """Load the index beside a shard, or make one by scanning the shard's headers.
+
+    Args:
+        path: The shard.
+        damages: Given, a damaged shard is read as far as it goes, and the damage is added to this list.
 
     Raises:
         DataError: The shard or its index cannot be used.
@@ -32,9 +37,19 @@ def open_index(path: Path) -> ShardIndex:
         size, beside = path.stat().st_size, index_path(path)
         if beside.exists():
             return load_index(beside, size)
-        return ShardIndex.from_members(scan_tar(_map(path), str(path)), size, str(path))
+        members = scan_tar(_map(path), str(path))
+        if damages is None:
+            return ShardIndex.from_members(members, size, str(path))
+        return ShardIndex.from_members(_undamaged(members, damages), size, str(path), allow_empty=True)
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}; check the path and its permissions.") from error
+
+
+def _undamaged(members: Iterator[Member], damages: list[str]) -> Iterator[Member]:
+    try:
+        yield from members
+    except DataError as error:
+        damages.append(str(error))
 
 
 class ShardReader:
@@ -42,11 +57,16 @@ class ShardReader:
 
     Args:
         paths: Shards, addressed by their place in this list.
+        tolerant: Read damaged shards as far as they go.
         open_shards: Maps and indexes kept; an index costs about 30 bytes a member.
+
+    Attributes:
+        damages: What is wrong with shards that were opened, when tolerant.
     """
 
-    def __init__(self, paths: list[Path], open_shards: int = 512) -> None:
+    def __init__(self, paths: list[Path], tolerant: bool = False, open_shards: int = 512) -> None:
         self.paths = paths
+        self.damages: list[str] | None = [] if tolerant else None
         self._limit = open_shards
         self._open: OrderedDict[int, tuple[ShardIndex, memoryview]] = OrderedDict()
 
@@ -54,7 +74,7 @@ class ShardReader:
         """Return the index of a shard and a view of its bytes."""
         entry = self._open.get(shard)
         if entry is None:
-            index = open_index(self.paths[shard])
+            index = open_index(self.paths[shard], self.damages)
             view = _map(self.paths[shard])
             if len(view) != index.shard_bytes:
                 raise DataError(f"{self.paths[shard]} changed while it was read; start the run again.")
@@ -75,4 +95,4 @@ class ShardReader:
         }
 
     def __getstate__(self) -> dict[str, object]:
-        return {"paths": self.paths, "_limit": self._limit, "_open": OrderedDict()}
+        return self.__dict__ | {"_open": OrderedDict()}

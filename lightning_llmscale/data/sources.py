@@ -6,20 +6,28 @@ A source answers two questions for an epoch: how many items lie in each shard al
 
 from __future__ import annotations
 
-__all__ = ["Line", "SampleSource", "Source"]
+__all__ = ["REJECTED", "Line", "SampleSource", "Source"]
 
 import hashlib
+import logging
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lightning_llmscale.data.decoding import decode_sample
 from lightning_llmscale.data.order import Int, derive_key, permute
+from lightning_llmscale.data.processing import Processing
 from lightning_llmscale.data.reader import ShardReader
+from lightning_llmscale.errors import DataError
 
-_SHARDS = 3
+log = logging.getLogger(__name__)
+
+REJECTED = object()
+"""Returned in place of an item of validation or test that was left out."""
+
+_SHARDS, _REPLACE = 3, 5
+_ATTEMPTS = 100
 
 
 class Line(ABC):
@@ -33,7 +41,7 @@ class Line(ABC):
         self.counts = counts
 
     @abstractmethod
-    def read(self, place: int, item: int) -> dict[str, Any]:
+    def read(self, place: int, item: int) -> Any:
         """Return an item of the shard at a place of the line; place -1 is what the remainder of the epoch fills."""
 
 
@@ -43,23 +51,30 @@ class Source(ABC):
     Args:
         shards: Local tar shards.
         seed: Seed of the order of shards and documents.
+        tolerant: Read damaged shards as far as they go, and say so.
 
     Attributes:
         items: Items in one epoch.
         samples: Samples in each shard.
         item_weight: What an item counts in a mean of losses.
         remainder: The same of what is left over when an epoch is cut into items; 0 for nothing.
+        processing: Steps applied to samples, where there are any.
     """
 
     items: int
     item_weight: int = 1
     remainder: int = 0
+    processing: Processing | None = None
 
-    def __init__(self, shards: list[Path], seed: int) -> None:
+    def __init__(self, shards: list[Path], seed: int, tolerant: bool = False) -> None:
         self.shards = shards
         self.seed = seed
-        self.reader = ShardReader(shards)
+        self.reader = ShardReader(shards, tolerant)
         self.samples = np.array([self._measure(number) for number in range(len(shards))], np.int64)
+        if self.reader.damages:
+            log.warning(
+                "%d damaged shards are read in part:\n  %s", len(self.reader.damages), "\n  ".join(self.reader.damages)
+            )
 
     def _measure(self, shard: int) -> int:
         return len(self.reader.open(shard)[0])
@@ -85,24 +100,44 @@ class Source(ABC):
 
 
 class SampleSource(Source):
-    """One item is one decoded sample: a dict of ``__key__``, ``__url__`` and an entry for each extension."""
+    """One item is one sample of WebDataset's form, processed.
 
-    def __init__(self, shards: list[Path], seed: int) -> None:
-        super().__init__(shards, seed)
+    Args:
+        shards: Local tar shards.
+        seed: Seed of the order.
+        processing: Makes the item of a sample's members.
+    """
+
+    def __init__(self, shards: list[Path], seed: int, processing: Processing | None = None) -> None:
+        self.processing = self.process = processing or Processing()
+        super().__init__(shards, seed, tolerant=self.process.on_bad == "skip")
         self.items = int(self.samples.sum())
 
     def line(self, epoch: int | None) -> Line:
         """See :meth:`Source.line`."""
-        return _SampleLine(self, self.shard_order(epoch))
+        return _SampleLine(self, epoch)
 
 
 class _SampleLine(Line):
-    def __init__(self, source: SampleSource, order: Int) -> None:
-        super().__init__(source.samples[order])
-        self._source, self._order = source, order
+    def __init__(self, source: SampleSource, epoch: int | None) -> None:
+        self._source, self._epoch = source, epoch
+        self._order = source.shard_order(epoch)
+        super().__init__(source.samples[self._order])
 
-    def read(self, place: int, item: int) -> dict[str, Any]:
-        shard = int(self._order[place])
-        reader = self._source.reader
-        key = reader.open(shard)[0].key(item)
-        return decode_sample(key, str(reader.paths[shard]), reader.sample(shard, item))
+    def read(self, place: int, item: int) -> Any:
+        shard, source = int(self._order[place]), self._source
+        index, _ = source.reader.open(shard)
+        for attempt in range(_ATTEMPTS):
+            number = item
+            if attempt:
+                number = derive_key(source.seed, self._epoch or 0, _REPLACE, shard, item, attempt) % len(index)
+            members = source.reader.sample(shard, number)
+            kept, result = source.process(index.key(number), str(source.shards[shard]), members)
+            if kept:
+                return result
+            if self._epoch is None:
+                return REJECTED
+        raise DataError(
+            f"{source.shards[shard]}: {_ATTEMPTS} samples in a row were rejected; loosen the filter, or take the shard "
+            f"out."
+        )
