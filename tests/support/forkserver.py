@@ -50,6 +50,7 @@ LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_
 STACK_SIGNAL = signal.SIGUSR2
 STACK_SECONDS = 0.5
 THREAD_GRACE_SECONDS = 3.0
+DESCENDANT_GRACE_SECONDS = 2.0
 #: Once per process: the monitor of tqdm, and the control plane of a strategy, which lives as long as the process group.
 PERMANENT_THREADS = ("TMonitor", "llmscale-control")
 
@@ -127,6 +128,8 @@ def serve(request: Request, connection: Connection) -> list[Ended]:
         wait(pids, ended, started, request.timeout, connection)
     finally:
         for rank, pid in pids.items():
+            if ended[rank].exit_code == 0:
+                wait_for_descendants(pid)
             ended[rank].left_behind = kill_group(pid)
     return ended
 
@@ -157,14 +160,27 @@ def wait(pids: dict[int, int], ended: list[Ended], started: float, timeout: floa
                 kill_group(pid)
 
 
-def kill_group(pid: int) -> str:
-    """Kill what is left of a rank's process group and return its command lines."""
+def wait_for_descendants(pid: int) -> None:
+    """Give helpers that end when they notice the end of their parent, as multiprocessing's, the time to do so."""
+    deadline = time.monotonic() + DESCENDANT_GRACE_SECONDS
+    while group_members(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def group_members(pid: int) -> list[str]:
+    """Command lines of the living members of a process group."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
             stat = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(stat[2]) == pid and stat[0] != "Z":
                 found.append((entry / "cmdline").read_text().replace("\0", " ").strip()[:200])
+    return found
+
+
+def kill_group(pid: int) -> str:
+    """Kill what is left of a rank's process group and return its command lines."""
+    found = group_members(pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     return "; ".join(found)
