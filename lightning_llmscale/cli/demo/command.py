@@ -25,6 +25,7 @@ from lightning_llmscale.errors import ConfigurationError
 _GLOBAL_BATCH = 16
 _SEQ_LEN = 64
 _VALIDATIONS = 6
+_SHORTEST_INTERVAL = 24  # a validation costs as much as so many steps
 _COMPARED_STEPS = 50  # runs of other world sizes round differently; over more steps training amplifies the last bits
 _PROMPT = "def "
 
@@ -114,7 +115,7 @@ def run_config(options: argparse.Namespace, corpus: Corpus, folder: Path) -> dic
             "max_steps": options.steps,
             "max_time": {"seconds": max(1, round(options.minutes * 60))},
             "max_epochs": 1 + options.steps // steps_per_epoch,
-            "val_check_interval": max(1, options.steps // _VALIDATIONS),
+            "val_check_interval": max(options.steps // _VALIDATIONS, min(options.steps, _SHORTEST_INTERVAL)),
             "check_val_every_n_epoch": None,
             "log_every_n_steps": 1,
             "num_sanity_val_steps": 0,
