@@ -10,7 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_llmscale.verification.diagnosis import explain_batch_norms, explain_gradients, explain_start
+from lightning_llmscale.verification.diagnosis import (
+    explain_batch_norms,
+    explain_gradients,
+    explain_growth,
+    explain_start,
+)
 from lightning_llmscale.verification.difference import difference, floor_of
 from lightning_llmscale.verification.recording import BatchRecord, RankReader, State, read_ranks
 from lightning_llmscale.verification.report import Finding, Largest, Quantity, Report
@@ -43,6 +48,9 @@ def compare(recorded: Path, plain: Path, settings: Settings) -> Report:
     comparison.end()
     if comparison.findings:
         comparison.hints += explain_batch_norms(reference.info.batch_norms)
+    if comparison.findings and not comparison.hints:
+        first = comparison.findings[0]
+        comparison.hints += explain_growth(first.difference, first.step, tolerance)
     end = reference.state("end")
     return Report(
         strategy=info.strategy,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["explain_batch_norms", "explain_gradients", "explain_randomness", "explain_start"]
+__all__ = ["explain_batch_norms", "explain_gradients", "explain_growth", "explain_randomness", "explain_start"]
 
 from collections.abc import Mapping, Sequence
 
@@ -12,6 +12,8 @@ from lightning_llmscale.verification.difference import difference, floor_of
 
 #: How much looser than the tolerance a signature is recognised: a diagnosis only has to tell one fault from another.
 _SLACK = 10.0
+#: Up to so many times the tolerance, a difference may be rounding.
+_ROUNDING = 100.0
 
 Gradients = Mapping[str, Tensor]
 
@@ -38,6 +40,8 @@ def explain_gradients(
             for name in ours
         )
 
+    if all(equal(ranks[rank], 1.0) for rank in wrong):
+        return []  # too small to have a signature
     factor = _ratio(ranks[wrong[0]], reference)
     if factor > 0 and abs(factor - 1) > _SLACK * tolerance and all(equal(ranks[rank], factor) for rank in wrong):
         return [f"Every gradient is {factor:.3g} times that of the plain run{_scale_cause(factor, len(ranks))}."]
@@ -74,6 +78,22 @@ def explain_start(wrong: Sequence[int]) -> list[str]:
     if not wrong:
         return []
     return [f"{_name(wrong).capitalize()} did not get the values of rank 0 when the training began."]
+
+
+def explain_growth(apart: float, step: int | None, tolerance: float) -> list[str]:
+    """Says that a small difference, met after steps without any, may be rounding that grew.
+
+    Args:
+        apart: The first difference beyond the tolerance.
+        step: Optimizer step of it, from 0; None at the end.
+        tolerance: Of the comparison.
+    """
+    if step == 0 or apart > _ROUNDING * tolerance:
+        return []
+    return [
+        "The first step agrees, so this may be rounding that grew from step to step: repeat with "
+        "--trainer.precision=64-true, where a fault stays and rounding vanishes, or with a smaller --lr."
+    ]
 
 
 def explain_randomness(apart: float) -> str:

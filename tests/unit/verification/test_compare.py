@@ -171,6 +171,13 @@ def test_a_rank_that_skips_synchronisation_is_named(tmp_path: Path) -> None:
     assert hints[0].startswith("Rank 0 agrees with the plain run and rank 1 does not")
 
 
+def test_a_small_difference_of_later_steps_may_be_rounding(tmp_path: Path) -> None:
+    hints = compare_two_ranks(tmp_path, gradients=[BOTH, times(1 + 5e-5)]).hints
+    assert len(hints) == 1
+    assert "--trainer.precision=64-true" in hints[0]
+    assert compare_two_ranks(tmp_path, gradients=[times(1 + 5e-5), BOTH]).hints == []
+
+
 def test_batch_norm_in_training_mode_is_pointed_out_only_if_something_differs(tmp_path: Path) -> None:
     norms = {"batch_norms": ["net.1", "net.4"]}
     write_rank(tmp_path / "plain", info=norms)
