@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = ["RecordedBatches", "StartFrom", "loss_factors", "record", "replay"]
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -31,7 +32,19 @@ def record(run: Runnable, folder: Path, settings: Settings) -> None:
         run: Built with the Trainer arguments of :func:`~.isolation.strategy_options`.
         folder: Folder of the recording, the same on all ranks.
         settings: Steps, optimizer, dropout.
+
+    Raises:
+        ConfigurationError: If the run spans several machines or its module draws batches by itself.
     """
+    if run.trainer.num_nodes > 1:
+        raise ConfigurationError(
+            f"num_nodes={run.trainer.num_nodes}: verify runs on this machine alone; pass --trainer.num_nodes=1."
+        )
+    if "dataloader_iter" in inspect.signature(run.model.training_step).parameters:
+        raise ConfigurationError(
+            f"{type(run.model).__name__}.training_step takes a dataloader_iter, so verify cannot give it the same "
+            "batches twice; let it take `batch` while verifying."
+        )
     recorder = Recorder(folder, settings.steps, keep_dropout=settings.keep_dropout, keep_batches=True)
     isolate(run, settings, [recorder])
     run.trainer.fit(run.model, datamodule=run.datamodule)

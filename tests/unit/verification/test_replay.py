@@ -192,6 +192,22 @@ def test_a_run_without_batches_is_refused(tmp_path: Path) -> None:
         verified(tmp_path, Module(), Module(), limit_train_batches=0)
 
 
+class Iterating(Module):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_draws_its_batches_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="dataloader_iter"):
+        verified(tmp_path, Iterating(), Iterating())
+
+
+def test_several_machines_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="num_nodes=1"):
+        verified(tmp_path, Module(), Module(), num_nodes=2, strategy="ddp")
+
+
 class Joining(Module):
     def llmscale_join_batches(self, batches: list[Any]) -> Any:
         return batches[0]
