@@ -47,6 +47,7 @@ __all__ = [
     "logged_steps",
     "preserved_metric_states",
     "sample_count",
+    "share_logged_steps",
     "set_logged_steps",
     "training_loaders",
 ]
@@ -61,6 +62,9 @@ PRIVATE_NAMES: dict[str, str] = {
     "trainer:_logger_connector.epoch_end_reached": "the moment after which epoch metrics are computed",
     "trainer:_logger_connector.update_eval_epoch_metrics": "the same, once hooks have logged",
     "trainer:_logger_connector.update_train_epoch_metrics": "the same, once hooks have logged",
+    "trainer:_logger_connector.update_train_step_metrics": "the moment at which loggers record a step",
+    "trainer:_logger_connector.should_update_logs": "whether they record this one",
+    "trainer:fit_loop._should_accumulate": "the same",
     "trainer:_accelerator_connector.use_distributed_sampler": "Lightning's own sampler always shuffles in training",
     "trainer:_results": "the collection of the running loop knows the index of the data loader",
     "trainer:fit_loop._combined_loader": "the loaders of the running fit, flattened",
@@ -143,6 +147,20 @@ def align_at_epoch_end(trainer: Trainer, align: Callable[[ResultCollection], Non
         ("update_train_epoch_metrics", True),
     ):
         setattr(connector, name, around(getattr(type(connector), name).__get__(connector), before))
+
+
+def share_logged_steps(trainer: Trainer, share: Callable[[ResultCollection], None]) -> None:
+    """Call `share` with the training results before loggers record the values of a step."""
+    connector = trainer._logger_connector
+    original = type(connector).update_train_step_metrics.__get__(connector)
+
+    def call() -> None:
+        accumulating = trainer.fit_loop._should_accumulate() and trainer.lightning_module.automatic_optimization
+        if trainer._results is not None and not accumulating and connector.should_update_logs:
+            share(trainer._results)
+        original()
+
+    setattr(connector, "update_train_step_metrics", call)  # noqa: B010 - mypy forbids assigning to a method
 
 
 def guard_signal_check(trainer: Trainer, guard: Callable[[Callable[[], None]], None]) -> None:

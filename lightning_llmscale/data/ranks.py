@@ -3,8 +3,9 @@
 Lightning injects a ``DistributedSampler`` that always shuffles in training and pads the end by repeating samples. Here
 ranks together follow the order of the user's own sampler: global batch ``i`` of ``R`` ranks with batch size ``b`` holds
 the samples ``i*b*R ... (i+1)*b*R - 1`` of that order, rank ``r`` takes every R-th of them, and the last global batch is
-as short as the data. Each loader remembers how many samples every rank held in each batch, which the strategy turns into
-weights. A rank for which nothing is left repeats one sample that weighs nothing, so all ranks run equally many batches.
+as short as the data. Each loader remembers how many samples every rank held in each batch, which the strategy turns
+into weights. A rank for which nothing is left repeats one sample that weighs nothing, so all ranks run equally many
+batches.
 """
 
 from __future__ import annotations
@@ -38,19 +39,20 @@ class RankBatchSampler(Sampler[list[Any]]):
     """One replica's index lists, taken from a sampler that describes the whole data set.
 
     Args:
-        source: The user's batch sampler. A plain ``BatchSampler`` is regrouped into global batches of ``R * batch_size``
-            samples; of any other, ``R`` consecutive batches make one global batch.
+        source: The user's batch sampler. A plain ``BatchSampler`` is regrouped into global batches of
+            ``R * batch_size`` samples; of any other, ``R`` consecutive batches make one global batch.
         replicas: Number of data replicas R.
         replica: Index of this one.
         exchange: Collective over all ranks, by which they take over rank 0's random state and compare orders.
 
     Attributes:
-        sizes: For each index list handed out and not yet taken back: samples of each replica in that global batch.
+        llmscale_sizes: For each index list handed out and not yet taken back, the samples of each replica in that
+            global batch.
     """
 
     def __init__(self, source: Iterable[Any], *, replicas: int, replica: int, exchange: Exchange) -> None:
         self.source, self.replicas, self.replica, self._exchange = source, replicas, replica, exchange
-        self.sizes: deque[tuple[int, ...]] = deque()
+        self.llmscale_sizes: deque[tuple[int, ...]] = deque()
         plain = type(source) is BatchSampler
         self.sampler: Any = source.sampler if isinstance(source, BatchSampler) else source
         self.batch_size: int | None = source.batch_size if isinstance(source, BatchSampler) else None
@@ -64,9 +66,9 @@ class RankBatchSampler(Sampler[list[Any]]):
         return int(samples // size if self.drop_last else -(-samples // size))
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self.sizes.clear()
+        self.llmscale_sizes.clear()
         for batch, sizes in self._regrouped() if self._regroup else self._grouped():
-            self.sizes.append(sizes)
+            self.llmscale_sizes.append(sizes)
             yield batch
 
     @property
@@ -108,8 +110,8 @@ class _Flat(Sampler[Any]):
         self.batches = batches
 
     @property
-    def sizes(self) -> deque[tuple[int, ...]]:
-        return self.batches.sizes
+    def llmscale_sizes(self) -> deque[tuple[int, ...]]:
+        return self.batches.llmscale_sizes
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -124,7 +126,7 @@ def rank_loader(loader: DataLoader[Any], *, replicas: int, replica: int, exchang
     The copy is shallow, so any subclass with any constructor works; the user's sampler still receives ``set_epoch``.
     """
     clone = copy.copy(loader)
-    # DataLoader forbids assigning these after construction, because its own iterator may depend on them; the copy has none
+    # DataLoader forbids assigning these once its iterator may depend on them; the copy has none yet
     attributes = vars(clone)
     attributes["_iterator"] = None
     if loader.batch_sampler is None:
@@ -148,7 +150,8 @@ def shared_order(sampler: Iterable[Any], exchange: Exchange) -> Iterable[Any]:
     state = exchange("the random state of the sampler", pickle.dumps(_random_state()))[0]
     own = _random_state()
     _set_random_state(pickle.loads(state))
-    order = list(sampler)
+    # no further than one pass: at its very end RandomSampler draws once more, where one process never gets
+    order = list(itertools.islice(iter(sampler), len(sampler)))  # type: ignore[arg-type]
     if state != pickle.dumps(own):
         _set_random_state(own)
     digests = exchange("the order of the samples", struct.pack("<qI", len(order), zlib.crc32(_bytes(order))))
@@ -192,7 +195,7 @@ class SynchronizedLoader:
         UnevenDataError: While iterating, on every rank, if ranks differ and `uneven` is ``"error"``.
     """
 
-    _OWN = frozenset({"_loader", "_exchange", "_uneven", "_count", "sizes", "_length"})
+    _OWN = frozenset({"_loader", "_exchange", "_uneven", "_count", "llmscale_sizes", "_length"})
 
     def __init__(
         self,
@@ -203,10 +206,10 @@ class SynchronizedLoader:
         count: Callable[[Any], int],
     ) -> None:
         self._loader, self._exchange, self._uneven, self._count = loader, exchange, uneven, count
-        self.sizes: deque[tuple[int, ...]] = deque()
+        self.llmscale_sizes: deque[tuple[int, ...]] = deque()
 
     def __iter__(self) -> Iterator[Any]:
-        self.sizes.clear()
+        self.llmscale_sizes.clear()
         iterator = iter(self._loader)
         for number in itertools.count():
             batch = next(iterator, _END)
@@ -215,7 +218,7 @@ class SynchronizedLoader:
             if not all(has for has, _ in answers):
                 self._stop(number, [rank for rank, (has, _) in enumerate(answers) if not has], len(answers))
                 return
-            self.sizes.append(tuple(samples for _, samples in answers))
+            self.llmscale_sizes.append(tuple(samples for _, samples in answers))
             yield batch
 
     def _stop(self, number: int, ended: list[int], world: int) -> None:
@@ -269,7 +272,8 @@ def synchronized_loader(
         return SynchronizedLoader(loader, exchange=exchange, uneven=uneven, count=count)
     if uneven == "error" and len(set(lengths)) > 1:
         raise UnevenDataError(
-            f"the training loaders of the ranks have {lengths} batches; give all ranks equally many, or set uneven='drop'"
+            f"the training loaders of the ranks have {lengths} batches; give all ranks equally many, "
+            "or set uneven='drop'"
         )
     sized = _SizedSynchronizedLoader(loader, exchange=exchange, uneven=uneven, count=count)
     sized._length = min(lengths)

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import re
+import socket
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -34,7 +39,8 @@ __all__ = ["AgreeingStrategy"]
 
 _SMALL = 4096  # elements; larger tensors are reduced by torch.distributed once all ranks have agreed to do so
 _BROKEN_PIPE = re.compile(r"closed by peer|reset by peer|broken pipe|timed out|Connection refused", re.IGNORECASE)
-_STUCK_GRACE = 8.0  # seconds that a rank may stay inside a torch collective after a peer has failed
+_PATIENCE = 2.0  # seconds after a peer's failure until torch's own connections are cut
+_LAST_RESORT = 20.0  # seconds after which a main thread that is still inside torch is given up, and its process with it
 
 
 class AgreeingStrategy(_Base):
@@ -52,7 +58,8 @@ class AgreeingStrategy(_Base):
         self.peer_timeout = peer_timeout
         self._control: ControlPlane | None = None
         self._step_share: float | None = None
-        self._excused = threading.Event()
+        self._excused = False
+        self._torch_sockets: set[tuple[int, int]] = set()
 
     @property
     def control(self) -> ControlPlane:
@@ -63,7 +70,14 @@ class AgreeingStrategy(_Base):
 
     @override
     def setup_environment(self) -> None:
+        sockets = _sockets()
+        # Lightning seeds ranks anew here; the random numbers of a run are those of the script, as in one process
+        state = torch.get_rng_state(), np.random.get_state(), random.getstate()
         super().setup_environment()
+        torch.set_rng_state(state[0])
+        np.random.set_state(state[1])
+        random.setstate(state[2])
+        self._torch_sockets |= _sockets() - sockets
         if self._control is None or self._control.failure() is not None:
             self._open_control()
 
@@ -72,7 +86,7 @@ class AgreeingStrategy(_Base):
         if _open_plane is not None:
             _open_plane.close()
         address = self.cluster_environment.main_address if self.cluster_environment is not None else "127.0.0.1"
-        self._excused.clear()
+        self._excused = False
         self._control = _open_plane = ControlPlane(
             _compat.default_store(),
             rank=self.global_rank,
@@ -149,7 +163,7 @@ class AgreeingStrategy(_Base):
         try:
             return self.control.exchange(tag, payload)
         except PeerFailureError:
-            self._excused.set()
+            self._excused = True
             raise
 
     # ---- failures --------------------------------------------------------------------------------------------
@@ -161,12 +175,12 @@ class AgreeingStrategy(_Base):
             yield
         except RuntimeError as error:
             if isinstance(error, PeerFailureError):
-                self._excused.set()
+                self._excused = True
                 raise
             if self._control is not None and _BROKEN_PIPE.search(str(error)):
                 sentence = self._control.wait_for_failure(2.0)
                 if sentence is not None:
-                    self._excused.set()
+                    self._excused = True
                     raise PeerFailureError(sentence) from error
             raise
 
@@ -182,20 +196,46 @@ class AgreeingStrategy(_Base):
 
     def _on_peer_failure(self, sentence: str) -> None:
         """On the control thread: end this process if the main thread is stuck where no error can reach it."""
-        self._excused.clear()
+        self._excused = False
         threading.Thread(target=self._end_if_stuck, args=(sentence,), name="llmscale-rescue", daemon=True).start()
 
     def _end_if_stuck(self, sentence: str) -> None:
-        control, deadline = self.control, time.monotonic() + _STUCK_GRACE
-        while time.monotonic() < deadline or control.current_region() is None:
-            if self._excused.wait(0.2) or control.closed:
-                return
-        print(f"rank {self.global_rank} ends: {sentence}", file=sys.stderr, flush=True)
-        os._exit(1)
+        """Wake a main thread that waits inside torch for the failed peer; end the process if even that fails."""
+        control, start, cut = self.control, time.monotonic(), False
+        while not self._excused and not control.closed:
+            time.sleep(0.2)
+            waited = time.monotonic() - start
+            if waited > _PATIENCE and not cut:
+                _shut_down(self._torch_sockets)
+                cut = True
+            if waited > _LAST_RESORT and control.current_region() is not None:
+                print(f"rank {self.global_rank} ends: {sentence}", file=sys.stderr, flush=True)
+                os._exit(1)
 
 
 _open_plane: ControlPlane | None = None
 """The process's open control plane: one strategy is active at a time, its predecessor says goodbye."""
+
+
+def _sockets() -> set[tuple[int, int]]:
+    """Descriptor and inode of each open socket of this process; empty where the system does not tell."""
+    found = set()
+    for entry in Path("/proc/self/fd").glob("*"):
+        try:
+            status = entry.stat()
+        except OSError:
+            continue  # closed meanwhile
+        if stat.S_ISSOCK(status.st_mode):
+            found.add((int(entry.name), status.st_ino))
+    return found
+
+
+def _shut_down(sockets: set[tuple[int, int]]) -> None:
+    """End both directions of those `sockets` that are still open, so that whoever waits in them gets an error."""
+    for descriptor, _ in sockets & _sockets():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # torch aborts when a listener fails
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _to_bytes(tensor: Tensor) -> bytes:

@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import override
 
@@ -78,8 +79,11 @@ class ScalableStrategy(AgreeingStrategy):
         # predictions keep Lightning's sampler, which also tracks the indices that prediction writers need
         predicting = trainer.state.fn == TrainerFn.PREDICTING
         _compat.inject_sampler(trainer, self._injects_sampler and predicting)
-        _compat.install_results(trainer, lambda training: AlignedResults(training, self.reduce, self._phantom))
+        _compat.install_results(
+            trainer, lambda training: AlignedResults(training, self.reduce, lambda: self._step_share)
+        )
         _compat.align_at_epoch_end(trainer, self._align_metrics)
+        _compat.share_logged_steps(trainer, self._share_step_metrics)
         _compat.guard_signal_check(trainer, self._guard_signal_check)
         super().setup(trainer)
         self.control.doing = "past set-up"
@@ -92,7 +96,7 @@ class ScalableStrategy(AgreeingStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._excused.set()
+        self._excused = True
         if self._control is not None and not isinstance(exception, PeerFailureError):
             reason = str(exception).strip().splitlines()
             what = f"{type(exception).__name__}: {reason[0]}" if reason else type(exception).__name__
@@ -105,6 +109,10 @@ class ScalableStrategy(AgreeingStrategy):
     def _align_metrics(self, results: Any) -> None:
         if isinstance(results, AlignedResults) and self.world_size > 1 and self.lightning_module is not None:
             results.align(self._exchange, self.lightning_module)
+
+    def _share_step_metrics(self, results: Any) -> None:
+        if isinstance(results, AlignedResults) and self.world_size > 1 and self._weighting is not None:
+            results.share_step(self._exchange, self._weighting.share)
 
     # ---- data ------------------------------------------------------------------------------------------------
 
@@ -134,10 +142,10 @@ class ScalableStrategy(AgreeingStrategy):
             if hasattr(loader, "rank_weights"):
                 known.append(tuple(loader.rank_weights(batch_index)))
                 continue
-            source = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
-            sizes = getattr(source, "sizes", None) or getattr(loader, "sizes", None)
-            if sizes:
-                known.append(sizes.popleft())
+            for holder in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
+                if sizes := getattr(holder, "llmscale_sizes", None):
+                    known.append(sizes.popleft())
+                    break
         unequal = {sizes for sizes in known if min(sizes) != max(sizes)}
         if len(unequal) > 1:
             log.warning("several training loaders are uneven in different ways; ranks are weighted equally")
@@ -179,12 +187,29 @@ class ScalableStrategy(AgreeingStrategy):
             return super().test_step(*args, **kwargs)
 
     @override
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         trainer, weighting = self._running()
+        module = self.module
         loss = weighting.scale(closure_loss, trainer.accumulate_grad_batches, boundary=not self._sync_blocked)
         self.control.doing = f"in backward of batch {trainer.fit_loop.batch_idx}"
-        with self._named_failures():
-            return super().backward(loss, *args, **kwargs)
+        with self._watched("backward"), self._named_failures():
+            self.pre_backward(loss)
+            loss = self.precision_plugin.pre_backward(loss, module)
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            self.complete_gradients()
+            loss = self.precision_plugin.post_backward(loss, module)
+            self.post_backward(loss)
+        return loss
+
+    def complete_gradients(self) -> None:
+        """Hook for strategies: gradients must be final when this returns, before any callback sees them."""
+
+    @property
+    def module(self) -> LightningModule:
+        """The user's module; only inside a Trainer."""
+        if self.lightning_module is None:
+            raise ConfigurationError(f"{type(self).__name__} runs steps only inside a Trainer")
+        return self.lightning_module
 
     @override
     @contextmanager
@@ -200,10 +225,6 @@ class ScalableStrategy(AgreeingStrategy):
     def batch_share(self) -> float:
         """Replicas times this one's part of the samples of the latest training batch; 0 if that was a mere filler."""
         return 1.0 if self._weighting is None else self._weighting.share
-
-    def _phantom(self) -> bool:
-        """Whether the current batch repeats a sample because nothing was left for this replica."""
-        return self._step_share == 0.0
 
     @contextmanager
     def _evaluation_step(self, step: str) -> Iterator[None]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import socket
-import warnings
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_llmscale import _compat
+from lightning_llmscale.collectives.completion import BackwardCompletion
 from lightning_llmscale.collectives.ddp_hook import BucketReduction, reduce_bucket
 from lightning_llmscale.collectives.engine import CommunicationThread
 from lightning_llmscale.collectives.reducer import open_reducer
@@ -34,8 +34,8 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
             shared memory on one CPU host, the ring between hosts.
         bucket_cap_mb: Size of a gradient bucket in MiB; smaller ones overlap earlier, larger ones cost fewer messages.
         peer_timeout: Seconds of silence after which another rank counts as stopped or unplugged.
-        find_unused_parameters: Whether parameters may take no part in a step's loss. ``"auto"`` allows it, at the price
-            of a walk over the autograd graph per step, unless `static_graph` is set.
+        find_unused_parameters: Whether parameters may take no part in a step's loss, on some ranks or on all.
+            ``"auto"`` allows it unless `static_graph` is set; it costs a note per parameter and one small message.
         static_graph: Promise that every step uses the same parameters in the same way.
         uneven: When a user's own iterable loaders give ranks different numbers of batches: ``"drop"`` ends the epoch
             with the shortest, ``"error"`` stops and names the ranks.
@@ -70,12 +70,14 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
             start_method=start_method,
             bucket_cap_mb=bucket_cap_mb,
             static_graph=static_graph,
-            find_unused_parameters=not static_graph if find_unused_parameters == "auto" else find_unused_parameters,
+            find_unused_parameters=False,  # torch's own way costs more: see collectives.completion
             gradient_as_bucket_view=True,
         )
         self.algorithm = algorithm
-        self._quiet_unused = find_unused_parameters == "auto"
+        self._may_be_unused = not static_graph if find_unused_parameters == "auto" else find_unused_parameters
         self._reduction: BucketReduction | None = None
+        self._completion: BackwardCompletion | None = None
+        self._covered: set[int] = set()
 
     @override
     def _configure_launcher(self) -> None:
@@ -83,13 +85,6 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
         if _compat.layer_sync_requested(self) and self.root_device.type == "cpu":
             self.refuse("sync_batchnorm_cpu")
         super()._configure_launcher()
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        with warnings.catch_warnings():
-            if self._quiet_unused:
-                warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified.*")
-            super().setup(trainer)
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -109,31 +104,48 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
             peer_timeout=self.peer_timeout,
             failure=self.control.waiting("the all-reduce of gradients"),
         )
-        self._reduction = BucketReduction(CommunicationThread(reducer), scale=1.0 / self.world_size)
+        thread = CommunicationThread(reducer)
+        self._reduction = BucketReduction(thread, scale=1.0 / self.world_size)
         self.model.register_comm_hook(self._reduction, reduce_bucket)
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self._covered = {id(p) for p in trainable}
+        if self._may_be_unused:
+            self._completion = BackwardCompletion(trainable, lambda used: thread.submit(used, 1.0))
 
     @override
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().backward(closure_loss, *args, **kwargs)
-        self._raise_reduction_error()
-        return loss
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._cover_unfrozen_parameters()
+        return super().training_step(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._reduction is not None and self._weighting is not None:
             self._reduction.scale = self._weighting.reduction_scale
+        if self._completion is not None:
+            self._completion.begin()
         super().pre_backward(closure_loss)
+
+    @override
+    def complete_gradients(self) -> None:
+        if self._completion is not None and not self._sync_blocked:
+            self._completion.complete()
+        self._raise_reduction_error()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._take_over_buffers()
+        super().on_validation_start()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         # past DDP, whose forward broadcasts buffers: ranks need not run equally many evaluation batches
         with self._evaluation_step("validation_step"), self.precision_plugin.val_step_context():
-            return self._module().validation_step(*args, **kwargs)
+            return self.module.validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._evaluation_step("test_step"), self.precision_plugin.test_step_context():
-            return self._module().test_step(*args, **kwargs)
+            return self.module.test_step(*args, **kwargs)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -145,10 +157,29 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
         self._close_reduction()
         super().teardown()
 
-    def _module(self) -> LightningModule:
-        if self.lightning_module is None:
-            raise ConfigurationError(f"{type(self).__name__} runs steps only inside a Trainer")
-        return self.lightning_module
+    def _cover_unfrozen_parameters(self) -> None:
+        """Wrap the module anew if parameters were unfrozen: DDP reduces only those it found trainable when wrapping."""
+        if isinstance(self.model, DistributedDataParallel) and any(
+            p.requires_grad and id(p) not in self._covered for p in self.module.parameters()
+        ):
+            self.model = self._setup_model(self.module)
+            self._register_ddp_hooks()
+
+    def _take_over_buffers(self) -> None:
+        """Give every rank rank 0's buffers, as DDP does before each training step."""
+        if self.world_size == 1 or not isinstance(self.model, DistributedDataParallel):
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self.module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        with torch.no_grad(), self._watched("the broadcast of buffers"):
+            for buffers in by_dtype.values():
+                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                torch.distributed.broadcast(flat, src=0)
+                start = 0
+                for buffer in buffers:
+                    buffer.copy_(flat[start : start + buffer.numel()].view_as(buffer))
+                    start += buffer.numel()
 
     def _raise_reduction_error(self) -> None:
         error = self._reduction.thread.error if self._reduction is not None else None
@@ -164,6 +195,9 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
         if self._reduction is not None:
             self._reduction.thread.close()
             self._reduction = None
+        if self._completion is not None:
+            self._completion.close()
+            self._completion = None
 
 
 def _check(
