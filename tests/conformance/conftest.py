@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_llmscale.strategies.catalog import STRATEGIES
+from tests.conformance.features import FEATURES
 from tests.conformance.harness import Conformance, RefusedAsDeclared
 from tests.conformance.jobs import StrategySpec
 from tests.support.pool import RankPool
@@ -54,5 +55,6 @@ def conformance(
     entry = STRATEGIES[strategy_name]
     marker = request.node.get_closest_marker("feature")
     assert marker is not None, "a conformance test says which feature it needs: @pytest.mark.feature(name)"
+    assert marker.args[0] in FEATURES, f"{marker.args[0]!r} is not listed in tests/conformance/features.py"
     refusal = entry.refuses.get(marker.args[0])
     return Conformance(StrategySpec(entry.class_path), {2: pool2, 4: pool4}[world_size], pool1, truths, refusal)
