@@ -178,7 +178,9 @@ def train(reduction: str, steps: int) -> torch.Tensor:
     if thread is not None:
         assert thread.error is None
         thread.close()
-    dist.barrier()  # once, without it, a rank hung here: most likely a gloo thread that still held a gradient
+    # Before the group: destroyed by the last reference from DDP, it joins gloo's threads without releasing the GIL that
+    # these may need to let go of their last work.
+    del ddp, loss
     dist.destroy_process_group()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -220,7 +222,8 @@ def test_backward_returns_after_a_death_and_leaves_the_error(pool2: RankPool, re
 
 def close_under_way(algorithm: Algorithm, one_host: bool) -> None:
     """A reducer may be closed by another thread than the one that waits in it."""
-    reducer = open_here(algorithm, one_host, connect())
+    store = connect()
+    reducer = open_here(algorithm, one_host, store)
     if rank() == 0:
         started = threading.Event()
         failures: list[BaseException] = []
@@ -239,7 +242,9 @@ def close_under_way(algorithm: Algorithm, one_host: bool) -> None:
         waiting.join(20)
         assert not waiting.is_alive()
         assert len(failures) == 1
+        store.set("closed", "")
     else:
+        store.wait(["closed"])
         with pytest.raises(PeerFailureError, match="rank 0"):
             reducer.all_reduce(torch.ones(1000), 1.0)
         reducer.close()
