@@ -82,12 +82,26 @@ class LlmscaleCLI(LightningCLI):
         except (MisconfigurationException, ValueError, ModuleNotFoundError) as error:
             remedy = " Give a number of at least 1 or auto." if "devices=" in str(error) else ""
             raise ConfigurationError(f"{error}{remedy}") from error
+        _check_world_size(trainer)
         check_writable("trainer.default_root_dir", trainer.default_root_dir)
         for logger in trainer.loggers:
             check_writable("the logger's save_dir", logger.save_dir)
         for callback in trainer.checkpoint_callbacks:
             check_writable("the checkpoint callback's dirpath", getattr(callback, "dirpath", None))
         return trainer
+
+
+def _check_world_size(trainer: Trainer) -> None:
+    """Asks what Lightning asks after the launch, so that a wrong number of processes ends without a traceback."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if environment is None:
+        return
+    try:
+        environment.validate_settings(num_devices=trainer.num_devices, num_nodes=trainer.num_nodes)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{error} Give the launcher and trainer.devices the same number of processes."
+        ) from error
 
 
 def _starts_ranks() -> bool:
