@@ -6,11 +6,15 @@ __all__ = ["Outcome", "fail", "report_errors"]
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lightning_llmscale.errors import ConfigurationError, LlmscaleError
+
+# launchers end all ranks as soon as one has left, and the first must not be ended before it has spoken
+_SECONDS_FOR_THE_FIRST_RANK = 2.0
 
 
 @dataclass
@@ -44,6 +48,8 @@ def report_errors() -> Iterator[Outcome]:
         sentence, outcome.code = meant
         if os.environ.get("LOCAL_RANK", "0") == "0":
             fail(sentence, outcome.code)
+        else:
+            time.sleep(_SECONDS_FOR_THE_FIRST_RANK)
 
 
 def _for_the_user(error: Exception) -> tuple[str, int] | None:
