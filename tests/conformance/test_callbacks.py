@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
-    BatchSizeFinder,
     EarlyStopping,
     EMAWeightAveraging,
     LearningRateMonitor,
@@ -240,10 +239,7 @@ def test_ranks_agree_when_time_is_up(conformance: Conformance) -> None:
 
 
 def find_batch_size(strategy: StrategySpec) -> None:
-    trainer = new_trainer(
-        strategy, callbacks=[BatchSizeFinder(max_trials=2, steps_per_trial=1, batch_arg_name="batch")]
-    )
-    trainer.fit(Mlp())
+    Tuner(new_trainer(strategy)).scale_batch_size(Mlp(), max_trials=2, steps_per_trial=1, batch_arg_name="batch")
 
 
 @pytest.mark.feature("batch_size_finder")
