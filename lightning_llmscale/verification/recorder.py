@@ -47,6 +47,7 @@ class Recorder(Callback):
         self._entered: ExitStack | None = None
         self._writer: RankWriter | None = None
         self._batch_norms: list[str] = []
+        self._started = False
         self._samples = 0
         self._step = 0
         self._gradient_steps = 0
@@ -60,17 +61,14 @@ class Recorder(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._writer = RankWriter(self._folder, trainer.global_rank)
-        start = capture_state(pl_module)
-        trainable = sum(_bytes(p) for p in pl_module.parameters() if p.requires_grad)
-        held = sum(_bytes(t) for t in {**start.parameters, **start.buffers}.values())
-        self._writer.check_space((trainable * self._steps + 2 * held) * trainer.world_size)
-        self._writer.state("start", start)
         if not self._keep_dropout:
             self._entered = ExitStack()
             self._entered.enter_context(no_dropout(pl_module))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self._started:
+            self._start(trainer, pl_module)
         self._step = trainer.global_step
         self._samples = sample_count(batch)
         if self._keep_batches:
@@ -118,6 +116,15 @@ class Recorder(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._leave()
+
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps the state before the first step, when all of the user's own hooks before training have run."""
+        self._started = True
+        start = capture_state(pl_module)
+        trainable = sum(_bytes(p) for p in pl_module.parameters() if p.requires_grad)
+        held = sum(_bytes(t) for t in {**start.parameters, **start.buffers}.values())
+        self._open().check_space((trainable * self._steps + 2 * held) * trainer.world_size)
+        self._open().state("start", start)
 
     def _leave(self) -> None:
         if self._entered is not None:

@@ -114,7 +114,7 @@ class RecordedBatches:
 
 
 class StartFrom(Callback):
-    """Gives the module the parameters and buffers that a recorded run started with.
+    """Gives the module, before its first step, the parameters and buffers that a recorded run had then.
 
     Args:
         recorded: The recorded run; of its ranks, the first that holds a tensor is read.
@@ -124,9 +124,17 @@ class StartFrom(Callback):
     def __init__(self, recorded: Path, seed: int | None = None) -> None:
         self._recorded = recorded
         self._seed = seed
+        self._done = False
 
     @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self._done:
+            self._done = True
+            self._load(pl_module)
+            if self._seed is not None:
+                seed_everything(self._seed, verbose=False)
+
+    def _load(self, pl_module: LightningModule) -> None:
         tensors = {
             **dict(pl_module.named_parameters(remove_duplicate=False)),
             **dict(pl_module.named_buffers(remove_duplicate=False)),
@@ -136,8 +144,6 @@ class StartFrom(Callback):
             for name, value in {**start.parameters, **start.buffers}.items():
                 if name in tensors:
                     _copy(name, value, tensors[name])
-        if self._seed is not None:
-            seed_everything(self._seed, verbose=False)
 
 
 @torch.no_grad()

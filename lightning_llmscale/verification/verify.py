@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,9 +92,21 @@ def _work_folder(folder: Path | None) -> Iterator[Path]:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        strange = any(folder.iterdir()) and not (folder / _job_file("strategy")).exists()
     except OSError as error:
         raise ConfigurationError(f"the folder {folder} cannot be used for the recordings: {error}.") from error
+    if strange:
+        raise ConfigurationError(
+            f"the folder {folder} holds other things than recordings of verify, which replaces what it finds: name a "
+            "new or empty folder."
+        )
+    for phase in PHASES:
+        shutil.rmtree(folder / phase, ignore_errors=True)
     yield folder.resolve()
+
+
+def _job_file(phase: Phase) -> str:
+    return f"{phase}.job.json"
 
 
 def _import_path(build: Build) -> str:
@@ -129,7 +142,7 @@ class _Runs:
         """Does one run and returns when its recording is complete."""
         for old in self.folder.glob(f"{phase}.error.*.json"):
             old.unlink()
-        job = self.folder / f"{phase}.job.json"
+        job = self.folder / _job_file(phase)
         Job(phase, self._build, self._arguments, str(self.folder), self.settings, list(sys.path)).write(job)
         command = [sys.executable, "-m", "lightning_llmscale.verification.worker", str(job)]
         with (self.folder / f"{phase}.log").open("w") as log:

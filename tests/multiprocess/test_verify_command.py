@@ -97,3 +97,12 @@ def test_progress_counts_the_steps(tmp_path: Path) -> None:
     with pytest.raises(VerificationError):
         verify(runs.build_failing_on_rank_1, timeout=1, progress=lines.append, folder=tmp_path / "kept")
     assert lines[0] == "the run under the strategy: starting"
+
+
+def test_a_folder_of_recordings_is_used_again(tmp_path: Path) -> None:
+    stale = tmp_path / "kept" / "strategy" / "rank7"
+    for _ in range(2):
+        with pytest.raises(VerificationError):
+            verify(runs.build_failing_on_rank_1, timeout=0.5, folder=tmp_path / "kept")
+        assert not stale.exists()
+        stale.mkdir(parents=True)

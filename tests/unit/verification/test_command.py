@@ -55,6 +55,13 @@ def test_a_file_where_recordings_should_go(tmp_path: Path) -> None:
         verify(never, folder=tmp_path / "file")
 
 
+def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "strategy").mkdir()
+    with pytest.raises(ConfigurationError, match="holds other things"):
+        verify(never, folder=tmp_path)
+    assert (tmp_path / "strategy").exists()
+
+
 def test_ranks_of_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigurationError, match="without torchrun"):

@@ -95,6 +95,18 @@ def test_a_run_that_ends_before_the_steps_is_compared_to_its_end(tmp_path: Path)
     assert report.steps == 10
 
 
+class Initialising(Module):
+    """Draws its weights in a hook, when both runs have been set up."""
+
+    def on_train_start(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+
+def test_weights_drawn_in_a_hook_are_the_start(tmp_path: Path) -> None:
+    assert identical(verified(tmp_path, Initialising(), Initialising()))
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(3)
