@@ -1,1 +1,1 @@
-
+"""Lightning callbacks that go with the strategies."""
