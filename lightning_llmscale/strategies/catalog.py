@@ -48,7 +48,7 @@ STRATEGIES: dict[str, StrategyEntry] = {
                     "sync_batchnorm=True cannot take effect on CPU: torch has SyncBatchNorm for GPUs only; "
                     "drop the option, or freeze the statistics of the BatchNorm layers"
                 ),
-                "batch_size_finder": "Tuning the batch size is currently not supported with distributed strategies.",
+                "batch_size_finder": "The Batch size finder is not supported with distributed strategies.",
                 "skipped_steps": (
                     "Skipping the `training_step` by returning None in distributed training is not supported."
                 ),
