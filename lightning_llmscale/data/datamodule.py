@@ -5,16 +5,20 @@ from __future__ import annotations
 __all__ = ["WebDatasetDataModule"]
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningDataModule
 
+from lightning_llmscale.data.cache import ShardCache, parse_bytes
 from lightning_llmscale.data.collate import collate_samples, collate_sequences
 from lightning_llmscale.data.loader import Cursor, EvaluationLoader, Layout, TrainLoader
 from lightning_llmscale.data.order import auto_lanes
 from lightning_llmscale.data.plan import EpochEnd, ShuffledPlan, StoredPlan
 from lightning_llmscale.data.processing import OnBad, Processing, Stage
 from lightning_llmscale.data.progress import AlignProgress, compare_fingerprints, snapshot
+from lightning_llmscale.data.reader import ShardReader
+from lightning_llmscale.data.remote import Fetcher, is_compressed, is_remote
 from lightning_llmscale.data.sequences import ConcatSource, PackedSource, PaddedSource
 from lightning_llmscale.data.shards import expand_shards
 from lightning_llmscale.data.sources import SampleSource, Source
@@ -76,6 +80,10 @@ class WebDatasetDataModule(LightningDataModule):
         lanes: Streams that a batch is dealt from; more mix better and keep more shards open. ``"auto"`` follows the
             batch size and mixes about as well as a full shuffle (see ``docs/data.md``).
         window: Shards open in each lane.
+        cache_dir: Folder for shards that are remote (any fsspec URL) or compressed, shared by the processes of a node;
+            ``~/.cache/lightning_llmscale`` when ``None``.
+        cache_limit: Bytes that the cache may hold.
+        storage_options: Options of fsspec for remote shards, such as credentials.
         prefetch_factor: Batches each worker holds ready.
         pin_memory: Copy batches to page-locked memory, for transfer to a GPU.
 
@@ -108,6 +116,9 @@ class WebDatasetDataModule(LightningDataModule):
         max_bad: int = 100,
         lanes: int | str = "auto",
         window: int = 4,
+        cache_dir: str | None = None,
+        cache_limit: str = "200GB",
+        storage_options: dict[str, Any] | None = None,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
     ) -> None:
@@ -150,7 +161,10 @@ class WebDatasetDataModule(LightningDataModule):
         self._processing = Processing(
             trusted=trusted, filter=filter, transform=transform, pipeline=pipeline, on_bad=on_bad
         )
-        self._max_bad = max_bad
+        self._max_bad, self._tolerant = max_bad, on_bad == "skip"
+        self._cache_dir = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "lightning_llmscale"
+        self._cache_limit = parse_bytes("cache_limit", cache_limit)
+        self._storage_options = storage_options
         self._collate = collate or (collate_samples if seq_len is None else collate_sequences)
         self._lanes = lanes if isinstance(lanes, int) else auto_lanes(global_batch_size)
         self._lanes_chosen = isinstance(lanes, int)
@@ -219,12 +233,18 @@ class WebDatasetDataModule(LightningDataModule):
 
     def _open(self, name: str, patterns: str | Sequence[str]) -> Source:
         shards = expand_shards(patterns, name)
+        cache = fetcher = None
+        if any(is_remote(shard) or is_compressed(shard) for shard in shards):
+            cache, fetcher = ShardCache(self._cache_dir, self._cache_limit), Fetcher(self._storage_options)
+        # shards in use cannot be evicted: a rank keeps those of its lanes, and as many that it has just left
+        in_use = 512 if cache is None else 2 * self._lanes * self._window // self._layout().world_size + 8
+        reader = ShardReader(shards, cache, fetcher, self._tolerant, in_use)
         if self.seq_len is None or self._tokens is None:
-            return SampleSource(shards, self.seed, self._processing)
+            return SampleSource(reader, self.seed, self._processing)
         kinds: dict[str, Callable[..., Source]]
         kinds = {"concat": ConcatSource, "best_fit": PackedSource, "none": PaddedSource}
         make = kinds[self.packing]
-        return make(shards, self.seed, self.seq_len, self._tokens, self._text_key, self._document_ids, name)
+        return make(reader, self.seed, self.seq_len, self._tokens, self._text_key, self._document_ids, name)
 
     def _source(self, name: str) -> Source:
         if name not in self._sources:

@@ -13,6 +13,7 @@ __all__ = ["ShardIndex", "index_path", "load_index", "save_index"]
 import json
 import os
 import re
+import uuid
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ def save_index(index: ShardIndex, path: Path) -> None:
         "crc32": zlib.crc32(body),
     }
     text = json.dumps(head).encode()
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         partial.write_bytes(_MAGIC + len(text).to_bytes(4, "little") + text + body)
         partial.replace(path)
@@ -158,12 +159,12 @@ def save_index(index: ShardIndex, path: Path) -> None:
         raise DataError(f"Cannot write the index {path}: {error.strerror}; make the folder writable.") from error
 
 
-def load_index(path: Path, shard_bytes: int) -> ShardIndex:
+def load_index(path: Path, shard_bytes: int | None = None) -> ShardIndex:
     """Read an index that :func:`save_index` wrote.
 
     Args:
         path: File to read.
-        shard_bytes: Present size of the shard; an index of another size is refused.
+        shard_bytes: Present size of the shard, if known; an index of another size is refused.
 
     Raises:
         DataError: The file is damaged, or belongs to another version of the shard.
@@ -179,7 +180,7 @@ def load_index(path: Path, shard_bytes: int) -> ShardIndex:
             raise ValueError("its checksum does not match")
     except (ValueError, KeyError) as error:
         raise DataError(f"The index {path} is unreadable ({error}); {remedy}") from error
-    if head["shard_bytes"] != shard_bytes:
+    if shard_bytes is not None and head["shard_bytes"] != shard_bytes:
         raise DataError(
             f"The index {path} is of a shard of {head['shard_bytes']} bytes, which now has {shard_bytes}; {remedy}"
         )

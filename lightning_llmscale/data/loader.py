@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_llmscale.data.order import Int
 from lightning_llmscale.data.plan import EpochEnd, Plan, Spans, evaluation_spans, pass_spans
+from lightning_llmscale.data.prefetch import Prefetcher
 from lightning_llmscale.data.processing import BadSamples
 from lightning_llmscale.data.sources import REJECTED
 from lightning_llmscale.errors import DataError, LlmscaleError
@@ -207,12 +208,13 @@ class _BatchStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         mine = range(worker.id, len(self._spans), worker.num_workers) if worker else range(len(self._spans))
-        try:
-            for addresses in self._planned(mine):
-                yield self._build(addresses), self._plan.take_problems(), None
-        except LlmscaleError as error:
-            # handed over as a value: torch would wrap an exception of a worker in its traceback
-            yield None, self._plan.take_problems(), error
+        with Prefetcher(self._plan) as prefetcher:
+            try:
+                for addresses in prefetcher.ahead(self._planned(mine)):
+                    yield from ((self._build(rows), self._plan.take_problems(), None) for rows in addresses)
+            except LlmscaleError as error:
+                # handed over as a value: torch would wrap an exception of a worker in its traceback
+                yield None, self._plan.take_problems(), error
 
     def _build(self, addresses: Int) -> Any:
         items = [item for address in addresses.tolist() if (item := self._plan.read(address)) is not REJECTED]
@@ -223,13 +225,13 @@ class _BatchStream(IterableDataset[Any]):
             )
         return self._collate(items)
 
-    def _planned(self, mine: Sequence[int]) -> Iterator[Int]:
-        """Addresses of the rank's items of each batch; many batches are located in one call."""
+    def _planned(self, mine: Sequence[int]) -> Iterator[list[Int]]:
+        """Addresses of the rank's items of each batch; as many batches as are located in one call."""
         at, count = 0, 1
         while at < len(mine):
             chunk = [self._part(*self._spans[number]) for number in mine[at : at + count]]
             edges = np.cumsum([len(positions) for positions in chunk])
-            yield from np.split(self._plan.locate(np.concatenate(chunk)), edges[:-1])
+            yield np.split(self._plan.locate(np.concatenate(chunk)), edges[:-1])
             at, count = at + count, max(1, min(count * 4, _PLANNED_AT_ONCE // len(chunk[0])))
 
     def _part(self, start: int, size: int) -> Int:

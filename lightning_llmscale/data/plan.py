@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from lightning_llmscale.data.order import EpochOrder, Int, SequentialOrder, derive_key
+from lightning_llmscale.data.reader import ShardReader
 from lightning_llmscale.data.sources import Line, Source
 
 EpochEnd = Literal["drop", "pad", "continuous"]
@@ -42,6 +43,10 @@ class Plan(ABC):
     @abstractmethod
     def read(self, address: Sequence[int]) -> Any:
         """Return the item at an address."""
+
+    def shards_of(self, addresses: Int) -> list[tuple[ShardReader, int]]:
+        """Shards that come through the cache and are needed for items, in the order of their need."""
+        return []
 
     def take_problems(self) -> list[str]:
         """Return and forget the bad samples that this process met."""
@@ -71,6 +76,10 @@ class StoredPlan(Plan):
     def read(self, address: Sequence[int]) -> Any:
         """See :meth:`Plan.read`."""
         return self._line.read(address[0], address[1])
+
+    def shards_of(self, addresses: Int) -> list[tuple[ShardReader, int]]:
+        """See :meth:`Plan.shards_of`."""
+        return _fetched(self._source.reader, self._line, addresses[:, 0])
 
     def take_problems(self) -> list[str]:
         """See :meth:`Plan.take_problems`."""
@@ -114,6 +123,14 @@ class ShuffledPlan(Plan):
         epoch, place, item = address
         return self._epoch(epoch)[0].read(place, item)
 
+    def shards_of(self, addresses: Int) -> list[tuple[ShardReader, int]]:
+        """See :meth:`Plan.shards_of`."""
+        return [
+            shard
+            for epoch in np.unique(addresses[:, 0]).tolist()
+            for shard in _fetched(self._source.reader, self._epoch(epoch)[0], addresses[addresses[:, 0] == epoch][:, 1])
+        ]
+
     def take_problems(self) -> list[str]:
         """See :meth:`Plan.take_problems`."""
         return self._source.processing.take_problems() if self._source.processing else []
@@ -135,6 +152,13 @@ class ShuffledPlan(Plan):
                 del self._epochs[old]
             self._epochs[epoch] = entry
         return entry
+
+
+def _fetched(reader: ShardReader, line: Line, places: Int) -> list[tuple[ShardReader, int]]:
+    if not reader.fetches:
+        return []
+    distinct, first = np.unique(places, return_index=True)
+    return [(reader, int(line.shards[place])) for place in distinct[np.argsort(first)]]
 
 
 @dataclass(frozen=True)

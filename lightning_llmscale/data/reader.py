@@ -1,21 +1,25 @@
-"""Read samples of a local shard by number: its index and a memory map, no parsing on the way."""
+"""Read samples of a shard by number: its index and a memory map, no parsing on the way."""
 
 from __future__ import annotations
 
-__all__ = ["ShardReader", "open_index"]
+__all__ = ["ShardReader", "map_file", "open_index"]
 
 import mmap
 import os
+import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_llmscale.data.index import ShardIndex, index_path, load_index
+from lightning_llmscale.data.cache import ShardCache
+from lightning_llmscale.data.index import ShardIndex, index_path, load_index, save_index
+from lightning_llmscale.data.remote import Fetcher, is_compressed, is_remote
 from lightning_llmscale.data.tar import Member, scan_tar
 from lightning_llmscale.errors import DataError
 
 
-def _map(path: Path) -> memoryview:
+def map_file(path: Path) -> memoryview:
     """Map a file read-only; the view keeps the map alive, also when the file is unlinked."""
     with path.open("rb") as file:
         return memoryview(
@@ -37,7 +41,7 @@ def open_index(path: Path, damages: list[str] | None = None) -> ShardIndex:
         size, beside = path.stat().st_size, index_path(path)
         if beside.exists():
             return load_index(beside, size)
-        members = scan_tar(_map(path), str(path))
+        members = scan_tar(map_file(path), str(path))
         if damages is None:
             return ShardIndex.from_members(members, size, str(path))
         return ShardIndex.from_members(_undamaged(members, damages), size, str(path), allow_empty=True)
@@ -56,7 +60,9 @@ class ShardReader:
     """Random access to the samples of many shards, the most recent of which stay open.
 
     Args:
-        paths: Shards, addressed by their place in this list.
+        shards: Paths and URLs, addressed by their place in this list.
+        cache: Where shards that are remote or compressed are kept; needed when there are any.
+        fetcher: Reads them.
         tolerant: Read damaged shards as far as they go.
         open_shards: Maps and indexes kept; an index costs about 30 bytes a member.
 
@@ -64,26 +70,84 @@ class ShardReader:
         damages: What is wrong with shards that were opened, when tolerant.
     """
 
-    def __init__(self, paths: list[Path], tolerant: bool = False, open_shards: int = 512) -> None:
-        self.paths = paths
+    def __init__(
+        self,
+        shards: Sequence[str],
+        cache: ShardCache | None = None,
+        fetcher: Fetcher | None = None,
+        tolerant: bool = False,
+        open_shards: int = 512,
+    ) -> None:
+        self.shards = list(shards)
         self.damages: list[str] | None = [] if tolerant else None
-        self._limit = open_shards
-        self._open: OrderedDict[int, tuple[ShardIndex, memoryview]] = OrderedDict()
+        self._cache, self._fetcher, self._limit = cache, fetcher, open_shards
+        self._open: OrderedDict[int, _Opened] = OrderedDict()
+        self._cached = [is_remote(shard) or is_compressed(shard) for shard in self.shards]
+        self.fetches = any(self._cached)
+        """Whether some shards come through the cache."""
+
+    def index(self, shard: int) -> ShardIndex:
+        """Return the index of a shard; the shard itself is fetched only when there is no index of it."""
+        if shard in self._open or not self._cached[shard]:
+            return self.open(shard)[0]
+        cache, fetcher = self._caching()
+        url = self.shards[shard]
+        beside = index_path(cache.path(url))
+        if not beside.exists():
+            stored = None if is_compressed(url) else fetcher.read(f"{url}.idx")
+            if stored is None:
+                return self.open(shard)[0]
+            partial = beside.with_name(f"{beside.name}.{uuid.uuid4().hex[:8]}")
+            partial.write_bytes(stored)
+            partial.replace(beside)
+        return load_index(beside)
 
     def open(self, shard: int) -> tuple[ShardIndex, memoryview]:
         """Return the index of a shard and a view of its bytes."""
         entry = self._open.get(shard)
         if entry is None:
-            index = open_index(self.paths[shard], self.damages)
-            view = _map(self.paths[shard])
-            if len(view) != index.shard_bytes:
-                raise DataError(f"{self.paths[shard]} changed while it was read; start the run again.")
-            entry = self._open[shard] = index, view
-            if len(self._open) > self._limit:
-                self._open.popitem(last=False)
+            while len(self._open) >= self._limit:  # before another is pinned: the cache may be small
+                _close(self._open.popitem(last=False)[1])
+            entry = self._open[shard] = self._open_cached(shard) if self._cached[shard] else self._open_local(shard)
+            if len(entry.view) != entry.index.shard_bytes:
+                raise DataError(f"{self.shards[shard]} changed while it was read; start the run again.")
         else:
             self._open.move_to_end(shard)
-        return entry
+        return entry.index, entry.view
+
+    def _open_local(self, shard: int) -> _Opened:
+        path = Path(self.shards[shard].removeprefix("file://"))
+        return _Opened(open_index(path, self.damages), map_file(path), None)
+
+    def _open_cached(self, shard: int) -> _Opened:
+        path, pin = self._pin(shard)
+        return _Opened(load_index(index_path(path)), map_file(path), pin)
+
+    def _pin(self, shard: int) -> tuple[Path, int]:
+        cache, fetcher = self._caching()
+        url = self.shards[shard]
+
+        def verify(partial: Path) -> None:
+            view = map_file(partial)
+            members = scan_tar(view, url)
+            if self.damages is not None:
+                members = _undamaged(members, self.damages)
+            save_index(
+                ShardIndex.from_members(members, len(view), url, allow_empty=self.damages is not None),
+                index_path(cache.path(url)),
+            )
+
+        return cache.pin(url, lambda writer: fetcher.fetch(url, writer), verify)
+
+    def fetch(self, shard: int) -> None:
+        """Bring a shard into the cache, so that opening it does not wait for the network."""
+        if self._cached[shard] and not self._caching()[0].contains(self.shards[shard]):
+            os.close(self._pin(shard)[1])
+
+    def _caching(self) -> tuple[ShardCache, Fetcher]:
+        if self._cache is None or self._fetcher is None:
+            raise DataError("Shards that are remote or compressed need a cache; give cache_dir.")
+        return self._cache, self._fetcher
 
     def sample(self, shard: int, number: int) -> dict[str, memoryview]:
         """Return the members of a sample, keyed by extension, as views of the map."""
@@ -96,3 +160,19 @@ class ShardReader:
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_open": OrderedDict()}
+
+    def __del__(self) -> None:
+        for entry in getattr(self, "_open", {}).values():
+            _close(entry)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    index: ShardIndex
+    view: memoryview
+    pin: int | None
+
+
+def _close(entry: _Opened) -> None:
+    if entry.pin is not None:
+        os.close(entry.pin)

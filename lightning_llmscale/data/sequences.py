@@ -12,7 +12,6 @@ import hashlib
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 
 from lightning_llmscale.data.order import Int, derive_key, permute
 from lightning_llmscale.data.packing import best_fit, split_lengths
+from lightning_llmscale.data.reader import ShardReader
 from lightning_llmscale.data.sources import Line, Source
 from lightning_llmscale.data.tokens import TokenReader
 from lightning_llmscale.errors import DataError
@@ -49,7 +49,7 @@ class TextSource(Source):
     """Documents of a split.
 
     Args:
-        shards: Local tar shards.
+        reader: The shards.
         seed: Seed of the order.
         seq_len: Tokens in a sequence.
         tokens: Reads the tokens of a document.
@@ -62,7 +62,7 @@ class TextSource(Source):
 
     def __init__(
         self,
-        shards: list[Path],
+        reader: ShardReader,
         seed: int,
         seq_len: int,
         tokens: TokenReader,
@@ -71,16 +71,16 @@ class TextSource(Source):
         name: str,
     ) -> None:
         self.seq_len, self.tokens, self.text_key, self.document_ids = seq_len, tokens, text_key, document_ids
-        self.token_counts = np.zeros(len(shards), np.int64)
+        self.token_counts = np.zeros(len(reader.shards), np.int64)
         self._documents: _Recent[tuple[Int, Int]] = _Recent()
         self._pieces: _Recent[tuple[Int, Int]] = _Recent()
-        super().__init__(shards, seed)
+        super().__init__(reader, seed)
         total = int(self.token_counts.sum())
         self._count(total)
         if self.items < 1:
             raise DataError(
-                f"seq_len={seq_len} is longer than the data: {name} holds {total} tokens in {len(shards)} shards and a "
-                f"sequence needs {seq_len + 1}; use seq_len of at most {max(1, total - 1)}, or more data."
+                f"seq_len={seq_len} is longer than the data: {name} holds {total} tokens in {len(self.shards)} shards "
+                f"and a sequence needs {seq_len + 1}; use seq_len of at most {max(1, total - 1)}, or more data."
             )
 
     @abstractmethod
@@ -96,10 +96,9 @@ class TextSource(Source):
         """Member and number of tokens, with the separator, of each document of a shard."""
 
         def make() -> tuple[Int, Int]:
-            index, view = self.reader.open(shard)
-            path = str(self.shards[shard])
-            members = index.member_of(self.text_key, path)
-            lengths = self.tokens.lengths(index, members, view, path)
+            index, name = self.reader.index(shard), self.shards[shard]
+            members = index.member_of(self.text_key, name)
+            lengths = self.tokens.lengths(index, members, lambda: self.reader.open(shard)[1], name)
             return members, lengths + (self.tokens.separator is not None)
 
         return self._documents.get_or(shard, make)
@@ -151,11 +150,11 @@ class ConcatSource(TextSource):
 class _ConcatLine(Line):
     def __init__(self, source: ConcatSource, epoch: int | None) -> None:
         self._source, self._epoch = source, epoch
-        self._order = source.shard_order(epoch)
-        self._edges = np.concatenate([[0], np.cumsum(source.token_counts[self._order])])
+        order = source.shard_order(epoch)
+        self._edges = np.concatenate([[0], np.cumsum(source.token_counts[order])])
         # a sequence belongs to the shard in which it starts
         self._first = np.minimum(-(-self._edges // source.seq_len), source.items)
-        super().__init__(np.diff(self._first))
+        super().__init__(np.diff(self._first), order)
         self._documents: _Recent[tuple[Int, Int, Int]] = _Recent()
 
     def read(self, place: int, item: int) -> dict[str, Any]:
@@ -187,7 +186,7 @@ class _ConcatLine(Line):
                 first = offset - (end - size)
                 take = min(size - first, length - filled)
                 part = slice(filled, filled + take)
-                self._source.copy_document(out[part], int(self._order[place]), int(members[number]), size, first)
+                self._source.copy_document(out[part], int(self.shards[place]), int(members[number]), size, first)
                 documents[part] = count
                 positions[part] = np.arange(take)  # what came before the sequence cannot be attended to
                 filled, offset, number, count = filled + take, end, number + 1, count + 1
@@ -198,7 +197,7 @@ class _ConcatLine(Line):
         """Members and lengths of a shard's documents in this epoch's order, and where each ends in its stream."""
 
         def make() -> tuple[Int, Int, Int]:
-            shard = int(self._order[place])
+            shard = int(self.shards[place])
             members, lengths = self._source.documents(shard)
             if self._epoch is not None:
                 key = derive_key(self._source.seed, self._epoch, _DOCUMENTS, shard)
@@ -260,11 +259,11 @@ class PaddedSource(PackedSource):
 
 class _PackedLine(Line):
     def __init__(self, source: PackedSource, order: Int) -> None:
-        super().__init__(source.samples[order])
-        self._source, self._order = source, order
+        super().__init__(source.samples[order], order)
+        self._source = source
 
     def read(self, place: int, item: int) -> dict[str, Any]:
-        source, shard = self._source, int(self._order[place])
+        source, shard = self._source, int(self.shards[place])
         rows, begins = source.pieces(shard)
         members, lengths = source.documents(shard)
         padding = source.tokens.separator or 0

@@ -8,10 +8,11 @@ import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from lightning_llmscale.data.remote import is_remote
 from lightning_llmscale.errors import DataError
 
 
-def expand_shards(patterns: str | Sequence[str], name: str = "train") -> list[Path]:
+def expand_shards(patterns: str | Sequence[str], name: str = "train") -> list[str]:
     """Expand brace patterns (``shards/{000000..000015}.tar``), globs, folders and lists of them.
 
     The order of the list is the order of validation, and a shard's place in it enters the shuffled order of training.
@@ -35,11 +36,13 @@ def expand_shards(patterns: str | Sequence[str], name: str = "train") -> list[Pa
     return shards
 
 
-def _expand(pattern: str, name: str) -> Iterator[Path]:
+def _expand(pattern: str, name: str) -> Iterator[str]:
     if not pattern:
         raise DataError(
             f"{name} contains an empty pattern; give a path such as 'shards/{name}-{{000000..000015}}.tar'."
         )
+    if pattern.startswith("pipe:"):
+        raise DataError(f"{name}={pattern!r} would run a shell command, which is not done; give the URL itself.")
     from braceexpand import braceexpand
 
     try:
@@ -47,13 +50,26 @@ def _expand(pattern: str, name: str) -> Iterator[Path]:
     except ValueError:  # the package's own UnbalancedBracesError
         raise DataError(f"{name}={pattern!r} has unbalanced braces; write a range as {{000000..000015}}.") from None
     for text in texts:
-        if glob.has_magic(text):
-            found = sorted(Path(path) for path in glob.glob(text, recursive=True))
-        elif Path(text).is_dir():
-            found = sorted(Path(text).glob("*.tar"))
-        else:
-            found = [Path(text)] if Path(text).is_file() else []
+        found = _remote(text) if is_remote(text) else _local(text)
         if not found:
             of = "" if text == pattern else f" (from {name}={pattern!r})"
             raise DataError(f"No shard at {text!r}{of} in {Path.cwd()}; check the path, or write shards first.")
         yield from found
+
+
+def _local(text: str) -> list[str]:
+    if glob.has_magic(text):
+        return sorted(glob.glob(text, recursive=True))
+    path = Path(text.removeprefix("file://"))
+    if path.is_dir():
+        return sorted(str(shard) for shard in path.iterdir() if shard.name.endswith((".tar", ".tar.gz", ".tgz")))
+    return [text] if path.is_file() else []
+
+
+def _remote(text: str) -> list[str]:
+    if not glob.has_magic(text):
+        return [text]  # whether it exists is known when it is fetched
+    import fsspec  # type: ignore[import-untyped]
+
+    system, path = fsspec.core.url_to_fs(text)
+    return sorted(system.unstrip_protocol(found) for found in system.glob(path))

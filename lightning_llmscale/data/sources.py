@@ -11,7 +11,7 @@ __all__ = ["REJECTED", "Line", "SampleSource", "Source"]
 import hashlib
 import logging
 from abc import ABC, abstractmethod
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -35,10 +35,11 @@ class Line(ABC):
 
     Args:
         counts: Items of each shard along the line.
+        shards: Number of the shard at each place.
     """
 
-    def __init__(self, counts: Int) -> None:
-        self.counts = counts
+    def __init__(self, counts: Int, shards: Int) -> None:
+        self.counts, self.shards = counts, shards
 
     @abstractmethod
     def read(self, place: int, item: int) -> Any:
@@ -49,9 +50,8 @@ class Source(ABC):
     """The items of a list of shards.
 
     Args:
-        shards: Local tar shards.
+        reader: The shards.
         seed: Seed of the order of shards and documents.
-        tolerant: Read damaged shards as far as they go, and say so.
 
     Attributes:
         items: Items in one epoch.
@@ -66,18 +66,18 @@ class Source(ABC):
     remainder: int = 0
     processing: Processing | None = None
 
-    def __init__(self, shards: list[Path], seed: int, tolerant: bool = False) -> None:
-        self.shards = shards
-        self.seed = seed
-        self.reader = ShardReader(shards, tolerant)
-        self.samples = np.array([self._measure(number) for number in range(len(shards))], np.int64)
-        if self.reader.damages:
-            log.warning(
-                "%d damaged shards are read in part:\n  %s", len(self.reader.damages), "\n  ".join(self.reader.damages)
-            )
+    def __init__(self, reader: ShardReader, seed: int) -> None:
+        self.reader, self.seed = reader, seed
+        self.shards = reader.shards
+        if reader.fetches:
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(reader.index, range(len(self.shards))))
+        self.samples = np.array([self._measure(number) for number in range(len(self.shards))], np.int64)
+        if reader.damages:
+            log.warning("%d damaged shards are read in part:\n  %s", len(reader.damages), "\n  ".join(reader.damages))
 
     def _measure(self, shard: int) -> int:
-        return len(self.reader.open(shard)[0])
+        return len(self.reader.index(shard))
 
     @abstractmethod
     def line(self, epoch: int | None) -> Line:
@@ -90,7 +90,7 @@ class Source(ABC):
 
     def fingerprint(self) -> dict[str, Any]:
         """Describe the data so that a resumed run can tell whether it is still the same."""
-        names = "\n".join(path.name for path in self.shards)
+        names = "\n".join(shard.rpartition("/")[2] for shard in self.shards)
         return {
             "shards": len(self.shards),
             "samples": int(self.samples.sum()),
@@ -103,14 +103,14 @@ class SampleSource(Source):
     """One item is one sample of WebDataset's form, processed.
 
     Args:
-        shards: Local tar shards.
+        reader: The shards.
         seed: Seed of the order.
         processing: Makes the item of a sample's members.
     """
 
-    def __init__(self, shards: list[Path], seed: int, processing: Processing | None = None) -> None:
+    def __init__(self, reader: ShardReader, seed: int, processing: Processing | None = None) -> None:
         self.processing = self.process = processing or Processing()
-        super().__init__(shards, seed, tolerant=self.process.on_bad == "skip")
+        super().__init__(reader, seed)
         self.items = int(self.samples.sum())
 
     def line(self, epoch: int | None) -> Line:
@@ -121,18 +121,18 @@ class SampleSource(Source):
 class _SampleLine(Line):
     def __init__(self, source: SampleSource, epoch: int | None) -> None:
         self._source, self._epoch = source, epoch
-        self._order = source.shard_order(epoch)
-        super().__init__(source.samples[self._order])
+        order = source.shard_order(epoch)
+        super().__init__(source.samples[order], order)
 
     def read(self, place: int, item: int) -> Any:
-        shard, source = int(self._order[place]), self._source
+        shard, source = int(self.shards[place]), self._source
         index, _ = source.reader.open(shard)
         for attempt in range(_ATTEMPTS):
             number = item
             if attempt:
                 number = derive_key(source.seed, self._epoch or 0, _REPLACE, shard, item, attempt) % len(index)
             members = source.reader.sample(shard, number)
-            kept, result = source.process(index.key(number), str(source.shards[shard]), members)
+            kept, result = source.process(index.key(number), source.shards[shard], members)
             if kept:
                 return result
             if self._epoch is None:

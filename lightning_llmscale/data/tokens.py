@@ -35,8 +35,15 @@ class TokenReader(ABC):
         self.name, self.vocab_size, self.separator = name, vocab_size, separator
 
     @abstractmethod
-    def lengths(self, index: ShardIndex, members: Int, view: memoryview, shard: str) -> Int:
-        """Tokens in each member, without the separator."""
+    def lengths(self, index: ShardIndex, members: Int, view: Callable[[], memoryview], shard: str) -> Int:
+        """Tokens in each member, without the separator.
+
+        Args:
+            index: Index of the shard.
+            members: Members that are documents.
+            view: Opens the shard, which is needed only where lengths do not follow from sizes.
+            shard: Name for error messages.
+        """
 
     @abstractmethod
     def read(self, raw: memoryview, start: int, count: int) -> Tokens:
@@ -49,7 +56,7 @@ class ByteTokens(TokenReader):
     def __init__(self) -> None:
         super().__init__("bytes", 257, 256)
 
-    def lengths(self, index: ShardIndex, members: Int, view: memoryview, shard: str) -> Int:
+    def lengths(self, index: ShardIndex, members: Int, view: Callable[[], memoryview], shard: str) -> Int:
         """See :meth:`TokenReader.lengths`."""
         return index.size[members]
 
@@ -70,7 +77,7 @@ class StoredTokens(TokenReader):
         super().__init__(dtype, 0, None)
         self._dtype, self._npy = np.dtype(f"<u{np.dtype(dtype).itemsize}"), npy
 
-    def lengths(self, index: ShardIndex, members: Int, view: memoryview, shard: str) -> Int:
+    def lengths(self, index: ShardIndex, members: Int, view: Callable[[], memoryview], shard: str) -> Int:
         """See :meth:`TokenReader.lengths`.
 
         Raises:
@@ -78,10 +85,8 @@ class StoredTokens(TokenReader):
         """
         sizes = index.size[members]
         if self._npy:
-            starts = index.offset[members]
-            sizes = sizes - np.array(
-                [self._start(view[s : s + n]) for s, n in zip(starts, sizes, strict=True)], np.int64
-            )
+            raw, places = view(), zip(index.offset[members].tolist(), sizes.tolist(), strict=True)
+            sizes = sizes - np.array([self._start(raw[at : at + size]) for at, size in places], np.int64)
         odd = np.flatnonzero((sizes % self._dtype.itemsize != 0) | (sizes < 0))
         if len(odd):
             raise DataError(
@@ -120,16 +125,16 @@ class TextTokens(TokenReader):
         self._encode = encode
         self._last: tuple[tuple[int, int], memoryview, Tokens] | None = None
 
-    def lengths(self, index: ShardIndex, members: Int, view: memoryview, shard: str) -> Int:
+    def lengths(self, index: ShardIndex, members: Int, view: Callable[[], memoryview], shard: str) -> Int:
         """See :meth:`TokenReader.lengths`.
 
         Raises:
             DataError: A member is not UTF-8 text.
         """
-        counts = []
+        counts, raw = list[int](), view()
         for start, size in zip(index.offset[members].tolist(), index.size[members].tolist(), strict=True):
             try:
-                counts.append(len(self._tokens(view[start : start + size])))
+                counts.append(len(self._tokens(raw[start : start + size])))
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{shard}: document {len(counts)} is not UTF-8 text ({error.reason}, byte {error.start}); repair "

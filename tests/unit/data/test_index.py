@@ -14,7 +14,7 @@ from tests.unit.data.archives import write_tar
 
 
 def read_all(path: Path) -> list[tuple[str, dict[str, bytes]]]:
-    reader = ShardReader([path])
+    reader = ShardReader([str(path)])
     index, _ = reader.open(0)
     return [(index.key(i), {ext: bytes(v) for ext, v in reader.sample(0, i).items()}) for i in range(len(index))]
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_llmscale.data.loader import Cursor, EvaluationLoader, Layout, TrainLoader
 from lightning_llmscale.data.plan import EpochEnd, ShuffledPlan, StoredPlan, evaluation_spans
+from lightning_llmscale.data.reader import ShardReader
 from lightning_llmscale.data.sources import SampleSource
 from lightning_llmscale.errors import DataError
 from tests.unit.data.archives import flat, write_numbered, write_tar
@@ -49,7 +50,7 @@ def global_batches(
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> SampleSource:
-    return SampleSource([Path(p) for p in write_numbered(tmp_path_factory.mktemp("shards"), COUNTS)], seed=3)
+    return SampleSource(ShardReader(write_numbered(tmp_path_factory.mktemp("shards"), COUNTS)), seed=3)
 
 
 @pytest.mark.parametrize(("world", "workers"), [(2, 0), (3, 0), (5, 0), (24, 0), (1, 2), (2, 3)])
@@ -182,7 +183,9 @@ def test_evaluation_reads_each_sample_once_in_stored_order(source: SampleSource,
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_in_a_worker_arrives_as_one_sentence(tmp_path: Path, workers: int) -> None:
     shard = write_tar(tmp_path / "a.tar", [("a.cls", b"1"), ("b.cls", b"one")])
-    loader = EvaluationLoader(StoredPlan(SampleSource([shard], 0)), Layout(1, num_workers=workers), numbers)
+    loader = EvaluationLoader(
+        StoredPlan(SampleSource(ShardReader([str(shard)]), 0)), Layout(1, num_workers=workers), numbers
+    )
     with pytest.raises(DataError) as caught:
         list(loader)
     assert str(caught.value).startswith(f"{shard}: member .cls of sample 'b' cannot be decoded (invalid literal")

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lightning_llmscale.data.reader import ShardReader
 from lightning_llmscale.data.sequences import IGNORED, ConcatSource, PackedSource, PaddedSource, TextSource
 from lightning_llmscale.data.tokens import ByteTokens
 from lightning_llmscale.errors import DataError
@@ -16,7 +17,7 @@ SEPARATOR = 256
 def source(
     paths: list[str], seq_len: int, seed: int = 0, kind: type[TextSource] = ConcatSource, ids: bool = False
 ) -> TextSource:
-    return kind([Path(path) for path in paths], seed, seq_len, ByteTokens(), "txt", ids, "train")
+    return kind(ShardReader(paths), seed, seq_len, ByteTokens(), "txt", ids, "train")
 
 
 def sequences(source: TextSource, epoch: int | None) -> list[tuple[list[int], list[int]]]:
