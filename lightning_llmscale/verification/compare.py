@@ -16,8 +16,8 @@ from lightning_llmscale.verification.diagnosis import (
     explain_growth,
     explain_start,
 )
-from lightning_llmscale.verification.difference import difference, floor_of
-from lightning_llmscale.verification.recording import BatchRecord, RankReader, State, read_ranks
+from lightning_llmscale.verification.difference import difference, floor_of, largest_finite
+from lightning_llmscale.verification.recording import RankReader, State, read_ranks
 from lightning_llmscale.verification.report import Finding, Largest, Quantity, Report
 from lightning_llmscale.verification.settings import Settings, default_tolerance
 
@@ -94,7 +94,7 @@ class _Comparison:
         states, reference = [rank.state("start") for rank in self._ranks], self._reference.state("start")
         wrong = self._tensors("start", [_all_tensors(state) for state in states], _all_tensors(reference))
         self.hints += explain_start(wrong)
-        self._tying("start", states, reference)
+        self._tying(states, reference)
 
     def training(self) -> None:
         count = self._reference.gradient_steps
@@ -113,7 +113,7 @@ class _Comparison:
             self._leave_out_noise([state.parameters for state in states], reference.parameters)
         self._tensors("weights", [state.parameters for state in states], reference.parameters)
         self._tensors("buffers", [state.buffers for state in states], reference.buffers)
-        self._tying("end", states, reference)
+        self._tying(states, reference)
 
     def _losses(self, step: int) -> None:
         """Compares the mean over the replicas with the plain run, for each batch that went into an optimizer step."""
@@ -131,16 +131,16 @@ class _Comparison:
 
     def _mean_loss(self, index: int) -> float:
         """Mean over the replicas of one batch's losses, weighted by what each trained on."""
-        found: dict[int, BatchRecord] = {}
+        found: dict[int, tuple[float, float]] = {}
         for rank in self._ranks:
             record = rank.batches[index] if index < len(rank.batches) else None
             if record is not None and record.loss is not None:
-                found.setdefault(rank.info.replica, record)
-        shares = [record.share for record in found.values()]
+                found.setdefault(rank.info.replica, (record.loss, record.share))
+        losses, shares = [loss for loss, _ in found.values()], [share for _, share in found.values()]
         if not any(shares):
-            shares = [1.0] * len(found)
-        total = sum(share * (record.loss or 0.0) for share, record in zip(shares, found.values(), strict=True))
-        return total / sum(shares) if found else float("nan")
+            shares = [1.0] * len(losses)
+        total = sum(loss * share for loss, share in zip(losses, shares, strict=True))
+        return total / sum(shares) if losses else float("nan")
 
     def _gradients(self, step: int) -> None:
         ours, reference = [rank.gradients(step) for rank in self._ranks], self._reference.gradients(step)
@@ -154,8 +154,7 @@ class _Comparison:
                     gradients[name] = torch.zeros_like(reference[name])
         for name, gradient in reference.items() if self._adaptive else ():
             size = gradient.abs()
-            known_size = self._largest_gradients.get(name, size)
-            self._largest_gradients[name] = torch.maximum(known_size, size)
+            self._largest_gradients[name] = torch.maximum(self._largest_gradients.get(name, size), size)
         known = any(finding.quantity == "gradients" for finding in self.findings)
         wrong = self._tensors("gradients", ours, reference, step=step)
         if wrong and not known:
@@ -163,7 +162,7 @@ class _Comparison:
 
     def _leave_out_noise(self, ours: Sequence[dict[str, Tensor]], reference: dict[str, Tensor]) -> None:
         """Makes weights equal where the gradients of all steps were nothing but rounding."""
-        noise = self._tolerance * max((float(size.max()) for size in self._largest_gradients.values()), default=0.0)
+        noise = self._tolerance * max(map(largest_finite, self._largest_gradients.values()), default=0.0)
         for name, size in self._largest_gradients.items():
             rounding = size <= noise
             for tensors in ours if rounding.any() else ():
@@ -201,7 +200,7 @@ class _Comparison:
         if known is None or size > known.difference:
             self.largest[quantity] = Largest(difference=size, name=name, step=step, rank=rank)
 
-    def _tying(self, moment: str, states: Sequence[State], reference: State) -> None:
+    def _tying(self, states: Sequence[State], reference: State) -> None:
         for group in reference.tied:
             wrong = []
             for rank, state in zip(self._ranks, states, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["difference", "floor_of"]
+__all__ = ["difference", "floor_of", "largest_finite"]
 
 from collections.abc import Iterable
 
@@ -36,20 +36,22 @@ def difference(ours: Tensor, reference: Tensor, floor: float = 0.0) -> tuple[flo
     largest, index = apart.max(dim=0)
     if largest == 0:
         return 0.0, 0
-    scale = max(_largest_finite(b), floor)
+    scale = max(largest_finite(b), floor)
     return float(largest) / scale if scale else float("inf"), int(index)
 
 
 def floor_of(tensors: Iterable[Tensor]) -> float:
     """Smallest value that differences of these tensors are relative to."""
-    return _FLOOR * max((_largest_finite(_flat(tensor)) for tensor in tensors), default=0.0)
+    return _FLOOR * max((largest_finite(tensor) for tensor in tensors), default=0.0)
+
+
+def largest_finite(tensor: Tensor) -> float:
+    """Largest absolute value that is neither infinite nor NaN; 0 if there is none."""
+    values = _flat(tensor)
+    finite = values[values.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _flat(tensor: Tensor) -> Tensor:
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.detach().to_dense().double().flatten()
-
-
-def _largest_finite(values: Tensor) -> float:
-    finite = values[values.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0

@@ -123,7 +123,7 @@ class Recorder(Callback):
         start = capture_state(pl_module)
         trainable = sum(_bytes(p) for p in pl_module.parameters() if p.requires_grad)
         held = sum(_bytes(t) for t in {**start.parameters, **start.buffers}.values())
-        self._open().check_space((trainable * self._steps + 2 * held) * trainer.world_size)
+        self._open().check_space((trainable * self._steps + 2 * held) * (trainer.world_size + 1))
         self._open().state("start", start)
 
     def _leave(self) -> None:

@@ -130,7 +130,7 @@ class RankWriter:
 
 
 class RankReader:
-    """Reads the recording of one rank, one file at a time."""
+    """Reads the recording of one rank, one file at a time; tensors are mapped, so that many ranks fit into memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -140,7 +140,7 @@ class RankReader:
 
     def state(self, moment: str) -> State:
         """The state of the module at ``start`` or ``end``."""
-        return State(**torch.load(self.folder / f"{moment}.pt", weights_only=True))
+        return State(**torch.load(self.folder / f"{moment}.pt", weights_only=True, mmap=True))
 
     def batch(self, index: int) -> Any:
         """A batch, by its number from 0."""
@@ -149,7 +149,7 @@ class RankReader:
 
     def gradients(self, step: int) -> dict[str, Tensor]:
         """Gradients of an optimizer step, by its number from 0."""
-        return torch.load(self.folder / f"gradients{step:06d}.pt", weights_only=True)
+        return torch.load(self.folder / f"gradients{step:06d}.pt", weights_only=True, mmap=True)
 
     @property
     def gradient_steps(self) -> int:

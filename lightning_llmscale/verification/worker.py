@@ -7,10 +7,12 @@ from __future__ import annotations
 
 __all__ = ["PHASES", "Job", "main"]
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
+import subprocess
 import sys
 import traceback
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from typing import Literal
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_llmscale.errors import LlmscaleError
-from lightning_llmscale.verification.isolation import Build, plain_options, strategy_options
+from lightning_llmscale.verification.isolation import Build, Runnable, plain_options, strategy_options
 from lightning_llmscale.verification.replay import record, replay
 from lightning_llmscale.verification.settings import Settings
 
@@ -33,6 +35,7 @@ PHASES: dict[Phase, str] = {
 }
 
 _REPEAT_SEED = 20011
+_END_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,21 @@ def _run(job: Job) -> None:
     module, _, name = job.build.partition(":")
     build: Build = getattr(importlib.import_module(module), name)
     if job.phase == "strategy":
-        record(build(job.arguments, strategy_options(folder)), folder / "strategy", job.settings)
+        run = build(job.arguments, strategy_options(folder))
+        record(run, folder / "strategy", job.settings)
+        _wait_for_ranks(run)
     else:
         run = build(job.arguments, plain_options(folder))
         seed = _REPEAT_SEED if job.phase == "again" else None
         replay(run, folder / "strategy", folder / job.phase, job.settings, seed=seed)
+
+
+def _wait_for_ranks(run: Runnable) -> None:
+    """Lets the ranks that Lightning started end by themselves: with this process, all of its group is ended."""
+    for process in getattr(run.trainer.strategy.launcher, "procs", []):
+        if isinstance(process, subprocess.Popen):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
 
 
 if __name__ == "__main__":
