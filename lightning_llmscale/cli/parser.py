@@ -50,7 +50,7 @@ class LlmscaleParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         short = explain(message, self.option_names())
         if not self.exit_on_error:
-            super().error(short if short.startswith("option") else message, ex)
+            super().error(short if short.startswith("option '") else message, ex)
         if os.environ.get("LLMSCALE_DEBUG"):
             sys.stderr.write(f"{message}\n")
         sys.stderr.write(f"{self.prog.replace(' [options]', '')}: error: {short}\n")

@@ -41,6 +41,8 @@ def report_errors() -> Iterator[Outcome]:
     outcome = Outcome()
     try:
         yield outcome
+    except KeyboardInterrupt:
+        outcome.code = fail("interrupted.", 130)
     except Exception as error:
         meant = _for_the_user(error)
         if meant is None or os.environ.get("LLMSCALE_DEBUG"):

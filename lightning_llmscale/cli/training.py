@@ -22,6 +22,13 @@ from lightning_llmscale.cli.strategy_names import check_strategy_name, import_na
 from lightning_llmscale.data import WebDatasetDataModule
 from lightning_llmscale.errors import ConfigurationError
 
+# argparse would list a hundred options before the first explanation
+_USAGE = """llmscale {0} [--config FILE] [--model CLASS] [--data CLASS] [--trainer.OPTION VALUE] ...
+
+  llmscale {0} --config run.yaml --trainer.devices=2 --trainer.strategy=RingAllReduceStrategy
+  llmscale {0} --trainer.strategy.help=CLASS    options of a strategy; likewise --model.help, --data.help
+  llmscale {0} --config run.yaml --print_config    the complete configuration, to save and edit"""
+
 
 class LlmscaleTrainer(Trainer):
     """Lightning's Trainer whose `strategy` is read as a class first and as a name second.
@@ -52,7 +59,7 @@ class LlmscaleCLI(LightningCLI):
         super().__init__(
             trainer_class=LlmscaleTrainer,
             parser_class=LlmscaleParser,
-            parser_kwargs={"prog": "llmscale"},
+            parser_kwargs={"prog": "llmscale", **{name: {"usage": _USAGE.format(name)} for name in self.subcommands()}},
             save_config_kwargs={"overwrite": True},  # without a logger a second run writes to the same folder
         )
 

@@ -6,12 +6,14 @@ __all__ = ["run"]
 
 import argparse
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import yaml
 
@@ -163,12 +165,20 @@ def _fit(config: Path) -> int:
     # Lightning's and torch's advice on loggers, workers and speed is not the topic here
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-m", "lightning_llmscale", "fit", "--config", str(config)]
-    with subprocess.Popen(command, env=environment) as process:
-        try:
-            return process.wait()
-        except BaseException:
-            process.terminate()
-            raise
+    previous = signal.signal(signal.SIGTERM, _leave)
+    try:
+        with subprocess.Popen(command, env=environment) as process:
+            try:
+                return process.wait()
+            except BaseException:
+                process.terminate()  # its ranks must not go on without the demo
+                raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _report(options: argparse.Namespace, corpus: Corpus, folder: Path) -> None:
