@@ -3,13 +3,14 @@
 # No "from __future__ import annotations": DDP compares the annotations of a hook with classes, not with their names.
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import GradBucket
+from torch.distributed import GradBucket, ProcessGroup
 from torch.futures import Future
 
 from lightning_llmscale.collectives.engine import CommunicationThread
 
-__all__ = ["BucketReduction", "reduce_bucket"]
+__all__ = ["BucketReduction", "StockReduction", "reduce_bucket", "reduce_bucket_stock"]
 
 
 @dataclass
@@ -28,3 +29,27 @@ class BucketReduction:
 def reduce_bucket(state: BucketReduction, bucket: GradBucket) -> Future[Tensor]:
     """Communication hook: ``ddp.register_comm_hook(BucketReduction(thread, 1 / world_size), reduce_bucket)``."""
     return state.thread.submit(bucket.buffer(), state.scale)
+
+
+@dataclass
+class StockReduction:
+    """State of :func:`reduce_bucket_stock`.
+
+    Args:
+        group: Process group whose backend serves the gradients' device, NCCL for GPUs.
+        scale: As in :class:`BucketReduction`.
+    """
+
+    group: ProcessGroup
+    scale: float
+
+    def submit(self, flat: Tensor) -> Future[Tensor]:
+        """Sum ``flat``, on the device of the group, over ranks."""
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+
+def reduce_bucket_stock(state: StockReduction, bucket: GradBucket) -> Future[Tensor]:
+    """Communication hook that leaves the sum to the process group: on GPUs nothing of ours is as fast as NCCL."""
+    work = dist.all_reduce(bucket.buffer(), group=state.group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0].mul_(state.scale))

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_llmscale import _compat
 from lightning_llmscale.collectives.completion import BackwardCompletion
-from lightning_llmscale.collectives.ddp_hook import BucketReduction, reduce_bucket
+from lightning_llmscale.collectives.ddp_hook import (
+    BucketReduction,
+    StockReduction,
+    reduce_bucket,
+    reduce_bucket_stock,
+)
 from lightning_llmscale.collectives.engine import CommunicationThread
 from lightning_llmscale.collectives.reducer import open_reducer
 from lightning_llmscale.errors import ConfigurationError, PeerFailureError
@@ -75,7 +82,8 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
         )
         self.algorithm = algorithm
         self._may_be_unused = not static_graph if find_unused_parameters == "auto" else find_unused_parameters
-        self._reduction: BucketReduction | None = None
+        self._reduction: BucketReduction | StockReduction | None = None
+        self._thread: CommunicationThread | None = None
         self._completion: BackwardCompletion | None = None
         self._covered: set[int] = set()
 
@@ -91,12 +99,16 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
         if not isinstance(self.model, DistributedDataParallel):
             raise ConfigurationError(f"{type(self).__name__} reduces gradients of a wrapped module only")
         self._close_reduction()
-        algorithm = self.algorithm
-        if algorithm == "auto" and self.root_device.type == "cuda":
-            algorithm = "stock"
+        submit = self._open_stock(self.model) if self.root_device.type == "cuda" else self._open_own(self.model)
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self._covered = {id(p) for p in trainable}
+        if self._may_be_unused:
+            self._completion = BackwardCompletion(trainable, submit)
+
+    def _open_own(self, model: DistributedDataParallel) -> Callable[[Tensor], Future[Tensor]]:
         hosts = [a.decode() for a in self._exchange("the names of the hosts", socket.gethostname().encode())]
         reducer = open_reducer(
-            algorithm,
+            self.algorithm,
             rank=self.global_rank,
             world_size=self.world_size,
             store=_compat.default_store(),
@@ -104,13 +116,20 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
             peer_timeout=self.peer_timeout,
             failure=self.control.waiting("the all-reduce of gradients"),
         )
-        thread = CommunicationThread(reducer)
+        self._thread = thread = CommunicationThread(reducer)
         self._reduction = BucketReduction(thread, scale=1.0 / self.world_size)
-        self.model.register_comm_hook(self._reduction, reduce_bucket)
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
-        self._covered = {id(p) for p in trainable}
-        if self._may_be_unused:
-            self._completion = BackwardCompletion(trainable, lambda used: thread.submit(used, 1.0))
+        model.register_comm_hook(self._reduction, reduce_bucket)
+        return lambda used: thread.submit(used, 1.0)
+
+    def _open_stock(self, model: DistributedDataParallel) -> Callable[[Tensor], Future[Tensor]]:
+        if self.algorithm not in ("auto", "stock"):
+            raise ConfigurationError(
+                f"algorithm={self.algorithm!r} reduces tensors in host memory, and this run computes on "
+                f"{self.root_device}; use algorithm='stock' or 'auto'"
+            )
+        stock = self._reduction = StockReduction(model.process_group, scale=1.0 / self.world_size)
+        model.register_comm_hook(stock, reduce_bucket_stock)
+        return lambda used: stock.submit(used.to(self.root_device))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +201,7 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
                     start += buffer.numel()
 
     def _raise_reduction_error(self) -> None:
-        error = self._reduction.thread.error if self._reduction is not None else None
+        error = self._thread.error if self._thread is not None else None
         if error is None:
             return
         # the peer's own words, if they arrive, say more than the broken connection
@@ -192,9 +211,10 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
         raise error
 
     def _close_reduction(self) -> None:
-        if self._reduction is not None:
-            self._reduction.thread.close()
-            self._reduction = None
+        self._reduction = None
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
         if self._completion is not None:
             self._completion.close()
             self._completion = None
