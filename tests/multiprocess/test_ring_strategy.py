@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_llmscale
-from lightning_llmscale.collectives.ddp_hook import StockReduction, reduce_bucket_stock
 from lightning_llmscale.errors import ConfigurationError, RefusedFeatureError
 from tests.conformance.harness import Conformance
-from tests.conformance.jobs import PLAIN, StrategySpec, fit
+from tests.conformance.jobs import StrategySpec
 from tests.conformance.models import Gpt
 from tests.support.pool import RankPool
 
@@ -40,22 +37,16 @@ def test_static_graph(pool1: RankPool, pool2: RankPool) -> None:
     conformance(pool2, pool1, static_graph=True).same_training(Gpt)
 
 
-class StockHook(DDPStrategy):
-    """The hook that serves GPUs, here over gloo."""
+class AsOnGpu(lightning_llmscale.RingAllReduceStrategy):
+    """Takes the way of GPUs, whose gradients the process group sums, here over gloo."""
 
-    def _register_ddp_hooks(self) -> None:
-        self.model.register_comm_hook(StockReduction(self.model.process_group, 0.5), reduce_bucket_stock)
-
-
-def train_with_stock_hook(spec: StrategySpec) -> dict[str, Tensor]:
-    return fit(StrategySpec(f"{__name__}.StockHook"), Gpt).weights
+    def _open_own(self, model: DistributedDataParallel) -> Any:
+        return self._open_stock(model)
 
 
-def test_hook_that_leaves_the_sum_to_the_process_group(pool1: RankPool, pool2: RankPool) -> None:
-    want = pool1.run(fit, PLAIN, Gpt)[0].weights
-    for got in pool2.run(train_with_stock_hook, PLAIN):
-        for name, value in want.items():
-            torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
+def test_gradients_left_to_the_process_group(pool1: RankPool, pool2: RankPool) -> None:
+    spec = StrategySpec(f"{__name__}.AsOnGpu", {"algorithm": "stock"})
+    Conformance(spec, pool2, pool1, truths, refusal=None).same_training(Gpt)
 
 
 @pytest.mark.parametrize(
