@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from lightning_llmscale import RingAllReduceStrategy
+from lightning_llmscale.strategies.catalog import STRATEGIES
 from lightning_llmscale.verification import Report, Settings, compare
 from tests.multiprocess import verify_runs as runs
 from tests.support.pool import RankPool
@@ -36,8 +38,12 @@ def verified(pool1: RankPool, pool2: RankPool, tmp_path: Path) -> Verify:
     return run
 
 
-@pytest.mark.parametrize("strategy", [RingAllReduceStrategy, DDPStrategy])
-def test_a_right_strategy_passes(verified: Verify, strategy: type[Strategy]) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [DDPStrategy, *(partial(runs.from_catalogue, entry.class_path) for entry in STRATEGIES.values())],
+    ids=["ddp", *STRATEGIES],
+)
+def test_a_right_strategy_passes(verified: Verify, strategy: Callable[[], Strategy]) -> None:
     report = verified(strategy)
     assert report.passed, report.table()
     assert (report.ranks, report.replicas, report.steps) == (2, 2, 4)

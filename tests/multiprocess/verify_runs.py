@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,11 @@ class DictBatches(TiedLM):
 def tokens(samples: int = 96) -> tuple[Tensor, Tensor]:
     drawn = torch.randint(0, VOCABULARY, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     return drawn[:, :-1], drawn[:, 1:]
+
+
+def from_catalogue(class_path: str) -> Strategy:
+    module, _, name = class_path.rpartition(".")
+    return getattr(importlib.import_module(module), name)()
 
 
 class FaultyReducer:
