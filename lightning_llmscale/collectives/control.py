@@ -19,16 +19,15 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import IntEnum
 from typing import TypeVar
 
 from torch.distributed import Store
 
+from lightning_llmscale.collectives.messages import LENGTH, Kind, Link, dial, join, split
 from lightning_llmscale.collectives.roster import Roster, Verdict
 from lightning_llmscale.errors import PeerFailureError
 
@@ -38,52 +37,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_HEADER = struct.Struct(">BI")
-_LENGTH = struct.Struct(">I")
 _TOKEN_BYTES = 32
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BEAT = 1.0  # seconds between heartbeats
 _BLOCKED_AFTER = 2.0  # seconds without progress after which a data-plane wait is reported
 _STOPPED_AFTER = 5.0  # a longer pause of the control thread means this process itself was stopped
-
-
-class _Kind(IntEnum):
-    OPERATION = 1
-    RESULT = 2
-    BEAT = 3
-    FAIL = 4
-    GOODBYE = 5
-
-
-class _Link:
-    """One framed connection. Sending is serialised; receiving belongs to the control thread."""
-
-    def __init__(self, sock: socket.socket, rank: int, timeout: float) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.settimeout(timeout)
-        self.sock, self.rank = sock, rank
-        self._inbox = bytearray()
-        self._lock = threading.Lock()
-
-    def send(self, kind: _Kind, body: bytes = b"") -> None:
-        with self._lock:
-            self.sock.sendall(_HEADER.pack(kind, len(body)) + body)
-
-    def receive(self) -> list[tuple[_Kind, bytes]]:
-        """Read what is there. Raises EOFError when the peer has closed."""
-        chunk = self.sock.recv(1 << 20)
-        if not chunk:
-            raise EOFError
-        self._inbox += chunk
-        messages = []
-        while len(self._inbox) >= _HEADER.size:
-            kind, length = _HEADER.unpack_from(self._inbox)
-            end = _HEADER.size + length
-            if len(self._inbox) < end:
-                break
-            messages.append((_Kind(kind), bytes(self._inbox[_HEADER.size : end])))
-            del self._inbox[:end]
-        return messages
 
 
 class ControlPlane:
@@ -116,7 +74,7 @@ class ControlPlane:
         self.rank, self.world_size, self.doing = rank, world_size, "starting"
         self._peer_timeout, self._on_failure = peer_timeout, on_failure
         self._roster = Roster(world_size, peer_timeout, wait_limit)
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         self._changed = threading.Condition(threading.RLock())
         self._result: list[bytes] | None = None
         self._failure: str | None = None
@@ -153,7 +111,7 @@ class ControlPlane:
                 self._settle(self._locked(lambda: self._roster.arrive(0, tag, payload, time.monotonic())))
             else:
                 name = tag.encode()
-                self._tell(0, _Kind.OPERATION, _LENGTH.pack(len(name)) + name + payload)
+                self._tell(0, Kind.OPERATION, LENGTH.pack(len(name)) + name + payload)
             with self._changed:
                 while self._result is None:
                     self._raise_if_failed(tag)
@@ -215,7 +173,7 @@ class ControlPlane:
         self._closed = True
         atexit.unregister(self.close)
         for rank in list(self._links):
-            self._tell(rank, _Kind.GOODBYE, how.encode())
+            self._tell(rank, Kind.GOODBYE, how.encode())
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _BEAT)
         self._selector.close()
@@ -234,10 +192,10 @@ class ControlPlane:
             self._accept(store, key, "127.0.0.1" if address in _LOOPBACK else "", timeout)
         else:
             where = json.loads(store.get(key))
-            sock = _dial([address, where["host"]], where["port"], timeout)
-            sock.sendall(bytes.fromhex(where["token"]) + _LENGTH.pack(self.rank))
-            link = _Link(sock, 0, self._peer_timeout)
-            link.send(_Kind.BEAT, self._beat(identity))
+            sock = dial([address, where["host"]], where["port"], timeout)
+            sock.sendall(bytes.fromhex(where["token"]) + LENGTH.pack(self.rank))
+            link = Link(sock, 0, self._peer_timeout)
+            link.send(Kind.BEAT, self._beat(identity))
             self._links[0] = link
             self._roster.members[0].identity = where["identity"]
         self._roster.wake(time.monotonic())
@@ -254,17 +212,17 @@ class ControlPlane:
                 try:
                     sock, _ = server.accept()
                     sock.settimeout(5.0)
-                    greeting = sock.recv(_TOKEN_BYTES + _LENGTH.size, socket.MSG_WAITALL)
+                    greeting = sock.recv(_TOKEN_BYTES + LENGTH.size, socket.MSG_WAITALL)
                 except TimeoutError:
                     missing = sorted(set(range(1, self.world_size)) - set(self._links))
                     raise PeerFailureError(
                         f"ranks {missing} did not connect to rank 0 within {timeout:.0f} s; look at their output"
                     ) from None
-                if len(greeting) < _TOKEN_BYTES + _LENGTH.size or not secrets.compare_digest(greeting[:32], token):
+                if len(greeting) < _TOKEN_BYTES + LENGTH.size or not secrets.compare_digest(greeting[:32], token):
                     sock.close()  # a stranger: not one of our ranks
                     continue
-                (rank,) = _LENGTH.unpack(greeting[_TOKEN_BYTES:])
-                self._links[rank] = _Link(sock, rank, self._peer_timeout)
+                (rank,) = LENGTH.unpack(greeting[_TOKEN_BYTES:])
+                self._links[rank] = Link(sock, rank, self._peer_timeout)
 
     # ---- the control thread ----------------------------------------------------------------------------------
 
@@ -281,7 +239,7 @@ class ControlPlane:
             if now >= next_beat:
                 next_beat = now + _BEAT
                 for rank in list(self._links):
-                    self._tell(rank, _Kind.BEAT, self._beat())
+                    self._tell(rank, Kind.BEAT, self._beat())
             if self.rank == 0:
                 next_warning = self._watch(now, next_warning)
             elif 0 not in self._gone and now - self._roster.members[0].last_seen > self._peer_timeout:
@@ -302,7 +260,7 @@ class ControlPlane:
             return next_warning * 2
         return next_warning
 
-    def _read(self, link: _Link) -> None:
+    def _read(self, link: Link) -> None:
         try:
             messages = link.receive()
         except (EOFError, OSError):
@@ -318,25 +276,25 @@ class ControlPlane:
         for kind, body in messages:
             self._handle(link.rank, kind, body, now)
 
-    def _handle(self, rank: int, kind: _Kind, body: bytes, now: float) -> None:
-        if kind is _Kind.OPERATION:
-            (length,) = _LENGTH.unpack_from(body)
-            start = _LENGTH.size + length
-            tag = body[_LENGTH.size : start].decode()
+    def _handle(self, rank: int, kind: Kind, body: bytes, now: float) -> None:
+        if kind is Kind.OPERATION:
+            (length,) = LENGTH.unpack_from(body)
+            start = LENGTH.size + length
+            tag = body[LENGTH.size : start].decode()
             self._settle(self._locked(lambda: self._roster.arrive(rank, tag, body[start:], now)))
-        elif kind is _Kind.RESULT:
+        elif kind is Kind.RESULT:
             with self._changed:
-                self._result = _split(body)
+                self._result = split(body)
                 self._changed.notify_all()
-        elif kind is _Kind.BEAT:
+        elif kind is Kind.BEAT:
             beat = json.loads(body)
             with self._changed:
                 self._roster.report(rank, beat["doing"], beat["blocked"], now)
                 if "identity" in beat:
                     self._roster.members[rank].identity = beat["identity"]
-        elif kind is _Kind.FAIL:
+        elif kind is Kind.FAIL:
             self._set_failure(body.decode(), origin=rank)
-        elif kind is _Kind.GOODBYE:
+        elif kind is Kind.GOODBYE:
             self._gone[rank] = body.decode()
             if self.rank == 0:
                 self._settle(self._locked(lambda: self._roster.leave(rank, body.decode())))
@@ -348,9 +306,9 @@ class ControlPlane:
         if verdict.failure is not None:
             self._set_failure(verdict.failure)
         elif verdict.payloads is not None:
-            body = b"".join(_LENGTH.pack(len(p)) + p for p in verdict.payloads)
+            body = join(verdict.payloads)
             for rank in list(self._links):
-                self._tell(rank, _Kind.RESULT, body)
+                self._tell(rank, Kind.RESULT, body)
             with self._changed:
                 self._result = verdict.payloads
                 self._changed.notify_all()
@@ -363,11 +321,11 @@ class ControlPlane:
             self._changed.notify_all()
         for rank in list(self._links):
             if rank != origin:
-                self._tell(rank, _Kind.FAIL, sentence.encode())
+                self._tell(rank, Kind.FAIL, sentence.encode())
         if self._on_failure is not None:
             self._on_failure(sentence)
 
-    def _tell(self, rank: int, kind: _Kind, body: bytes) -> None:
+    def _tell(self, rank: int, kind: Kind, body: bytes) -> None:
         try:
             self._links[rank].send(kind, body)
         except OSError:
@@ -398,25 +356,3 @@ class ControlPlane:
     def _locked(self, action: Callable[[], T]) -> T:
         with self._changed:
             return action()
-
-
-def _split(body: bytes) -> list[bytes]:
-    parts, start = [], 0
-    while start < len(body):
-        (length,) = _LENGTH.unpack_from(body, start)
-        start += _LENGTH.size + length
-        parts.append(body[start - length : start])
-    return parts
-
-
-def _dial(hosts: list[str], port: int, timeout: float) -> socket.socket:
-    """Connect to the first host that answers."""
-    deadline, last = time.monotonic() + timeout, ""
-    while time.monotonic() < deadline:
-        for host in hosts:
-            try:
-                return socket.create_connection((host, port), timeout=5.0)
-            except OSError as error:
-                last = f"{host}:{port}: {error}"
-        time.sleep(0.2)
-    raise PeerFailureError(f"rank 0 cannot be reached within {timeout:.0f} s ({last})")
