@@ -106,7 +106,6 @@ def run_config(options: argparse.Namespace, corpus: Corpus, folder: Path) -> dic
         corpus: The packed text.
         folder: Where logs and checkpoints go.
     """
-    steps_per_epoch = corpus.train_bytes // (_SEQ_LEN * _GLOBAL_BATCH)
     model = f"{ByteGPT.__module__}.{ByteGPT.__qualname__}"
     return {
         "seed_everything": 1,
@@ -116,7 +115,6 @@ def run_config(options: argparse.Namespace, corpus: Corpus, folder: Path) -> dic
             "devices": options.devices,
             "max_steps": options.steps,
             "max_time": {"seconds": max(1, round(options.minutes * 60))},
-            "max_epochs": 1 + options.steps // steps_per_epoch,
             "val_check_interval": max(options.steps // _VALIDATIONS, min(options.steps, _SHORTEST_INTERVAL)),
             "check_val_every_n_epoch": None,
             "log_every_n_steps": 1,
