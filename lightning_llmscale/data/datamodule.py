@@ -5,29 +5,25 @@ from __future__ import annotations
 __all__ = ["WebDatasetDataModule"]
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule
 
-from lightning_llmscale.data.cache import ShardCache, parse_bytes
+from lightning_llmscale.data.cache import parse_bytes
+from lightning_llmscale.data.checks import at_least, one_of, without_effect
 from lightning_llmscale.data.collate import collate_samples, collate_sequences
 from lightning_llmscale.data.loader import Cursor, EvaluationLoader, Layout, TrainLoader
+from lightning_llmscale.data.mixing import MixedPlan, Stage, Stop, shares
+from lightning_llmscale.data.opening import Packing, SourceOptions
 from lightning_llmscale.data.order import auto_lanes
 from lightning_llmscale.data.plan import EpochEnd, ShuffledPlan, StoredPlan
-from lightning_llmscale.data.processing import OnBad, Processing, Stage
-from lightning_llmscale.data.progress import AlignProgress, compare_fingerprints, snapshot
-from lightning_llmscale.data.reader import ShardReader
-from lightning_llmscale.data.remote import Fetcher, is_compressed, is_remote
-from lightning_llmscale.data.sequences import ConcatSource, PackedSource, PaddedSource
-from lightning_llmscale.data.shards import expand_shards
-from lightning_llmscale.data.sources import SampleSource, Source
+from lightning_llmscale.data.processing import OnBad, PipelineStage, Processing
+from lightning_llmscale.data.progress import AlignProgress, compare_fingerprints, digest, snapshot
+from lightning_llmscale.data.sources import Source
 from lightning_llmscale.data.tokens import make_token_reader
 from lightning_llmscale.errors import ConfigurationError, DataError
 
 _STATE_VERSION = 1
-
-Packing = Literal["none", "concat", "best_fit"]
 
 
 class WebDatasetDataModule(LightningDataModule):
@@ -50,9 +46,13 @@ class WebDatasetDataModule(LightningDataModule):
 
     Args:
         train: Shards to train on: a brace pattern (``"shards/train-{000000..000015}.tar"``), a glob, a folder, or a
-            list.
+            list; or a mapping of names to such, to mix datasets by ``weights``.
         val: Shards to validate on.
         test: Shards to test on.
+        weights: Share of each dataset when ``train`` is a mapping of names to shards. They may be changed on resume:
+            a new stage then begins at the position reached.
+        mix_stop: End of a pass over a mixture: ``"first"`` or ``"all"`` of the datasets were read whole, or a number of
+            items. Each dataset goes on where the last pass left it.
         global_batch_size: Items in one batch over all ranks (before gradient accumulation).
         seq_len: Tokens in a sequence; ``None`` for whole samples.
         seed: Seed of the training order.
@@ -95,11 +95,13 @@ class WebDatasetDataModule(LightningDataModule):
     def __init__(
         self,
         *,
-        train: str | Sequence[str] | None = None,
+        train: str | Sequence[str] | Mapping[str, str | Sequence[str]] | None = None,
         val: str | Sequence[str] | None = None,
         test: str | Sequence[str] | None = None,
         global_batch_size: int,
         seq_len: int | None = None,
+        weights: Mapping[str, float] | None = None,
+        mix_stop: Stop = "first",
         seed: int = 0,
         num_workers: int = 0,
         epoch_end: EpochEnd = "drop",
@@ -109,7 +111,7 @@ class WebDatasetDataModule(LightningDataModule):
         document_ids: bool = False,
         filter: Callable[[dict[str, Any]], bool] | None = None,
         transform: Callable[[dict[str, Any]], Any] | None = None,
-        pipeline: Sequence[Stage] = (),
+        pipeline: Sequence[PipelineStage] = (),
         collate: Callable[[list[Any]], Any] | None = None,
         trusted: bool = False,
         on_bad: OnBad = "raise",
@@ -123,26 +125,26 @@ class WebDatasetDataModule(LightningDataModule):
         pin_memory: bool = False,
     ) -> None:
         super().__init__()
-        _at_least(
+        at_least(
             1, global_batch_size=global_batch_size, seq_len=seq_len, window=window, prefetch_factor=prefetch_factor
         )
-        _at_least(0, num_workers=num_workers, seed=seed, max_bad=max_bad)
-        _one_of(OnBad, on_bad=on_bad)
-        _one_of(EpochEnd, epoch_end=epoch_end)
-        _one_of(Packing, packing=packing)
+        at_least(0, num_workers=num_workers, seed=seed, max_bad=max_bad)
+        one_of(OnBad, on_bad=on_bad)
+        one_of(EpochEnd, epoch_end=epoch_end)
+        one_of(Packing, packing=packing)
         if lanes != "auto":
             if not isinstance(lanes, int):
                 raise ConfigurationError(f"lanes={lanes!r} is not possible; use 'auto' or a number.")
-            _at_least(1, lanes=lanes)
+            at_least(1, lanes=lanes)
         if seq_len is None:
-            _without_effect(
+            without_effect(
                 "on whole samples; give seq_len too, or leave it out",
                 packing=packing != "concat",
                 tokenizer=tokenizer != "bytes",
                 document_ids=document_ids,
             )
         else:
-            _without_effect(
+            without_effect(
                 "with seq_len, where documents are read as tokens; filter and transform them when packing",
                 filter=filter,
                 transform=transform,
@@ -155,31 +157,57 @@ class WebDatasetDataModule(LightningDataModule):
         self.seed = seed
         self.num_workers = num_workers
         self.epoch_end: EpochEnd = epoch_end
-        self.packing: Packing = packing
-        self._tokens = make_token_reader(tokenizer, text_key) if seq_len is not None else None
-        self._text_key, self._document_ids = text_key, document_ids
-        self._processing = Processing(
-            trusted=trusted, filter=filter, transform=transform, pipeline=pipeline, on_bad=on_bad
+        parse_bytes("cache_limit", cache_limit)
+        self._options = SourceOptions(
+            seed=seed,
+            seq_len=seq_len,
+            tokens=make_token_reader(tokenizer, text_key) if seq_len is not None else None,
+            packing=packing,
+            text_key=text_key,
+            document_ids=document_ids,
+            processing=Processing(
+                trusted=trusted, filter=filter, transform=transform, pipeline=pipeline, on_bad=on_bad
+            ),
+            cache_dir=cache_dir,
+            cache_limit=cache_limit,
+            storage_options=storage_options,
         )
-        self._max_bad, self._tolerant = max_bad, on_bad == "skip"
-        self._cache_dir = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "lightning_llmscale"
-        self._cache_limit = parse_bytes("cache_limit", cache_limit)
-        self._storage_options = storage_options
+        self._max_bad = max_bad
         self._collate = collate or (collate_samples if seq_len is None else collate_sequences)
         self._lanes = lanes if isinstance(lanes, int) else auto_lanes(global_batch_size)
         self._lanes_chosen = isinstance(lanes, int)
         self._window = window
         self._prefetch_factor = prefetch_factor
         self._pin_memory = pin_memory
+        self._stage = self._first_stage(weights)
+        self._mix_stop: Stop = mix_stop
+        self._train_sources: dict[str, Source] = {}
         self._sources: dict[str, Source] = {}
         self._cursor = Cursor()
         self._loader: TrainLoader | None = None
         self._align = AlignProgress(self._cursor)
 
+    def _first_stage(self, weights: Mapping[str, float] | None) -> Stage | None:
+        if not isinstance(self.train, Mapping):
+            without_effect("on one dataset; give train as a mapping of names to shards", weights=weights)
+            return None
+        if weights is None or set(weights) != set(self.train):
+            raise ConfigurationError(
+                f"weights={weights!r} must give a weight for each dataset: {', '.join(self.train)}."
+            )
+        if self.epoch_end != "continuous":
+            raise ConfigurationError(
+                f"epoch_end={self.epoch_end!r} is not possible for a mixture, whose datasets end at different times; "
+                f"use epoch_end='continuous'."
+            )
+        shares(weights)
+        return Stage({name: float(weights[name]) for name in self.train})
+
     @property
     def vocab_size(self) -> int:
         """Number of token ids with ``seq_len``, the separator of documents included; 0 for stored tokens."""
-        return self._tokens.vocab_size if self._tokens is not None else 0
+        tokens = self._options.tokens
+        return tokens.vocab_size if tokens is not None else 0
 
     def setup(self, stage: str) -> None:
         """Find the shards, read or make their indexes, and check them against the options and the number of ranks.
@@ -193,19 +221,28 @@ class WebDatasetDataModule(LightningDataModule):
                 f"global_batch_size={self.global_batch_size} is smaller than the number of ranks, {layout.world_size}; "
                 f"use at least one item a rank."
             )
-        for name in {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}.get(stage, ()):
-            shards = {"train": self.train, "val": self.val, "test": self.test}[name]
+        in_use = 2 * self._lanes * self._window // layout.world_size + 8
+        for name in {"fit": ("val",), "validate": ("val",), "test": ("test",)}.get(stage, ()):
+            shards = {"val": self.val, "test": self.test}[name]
             if shards is not None and name not in self._sources:
-                self._sources[name] = self._open(name, shards)
+                self._sources[name] = self._options.open(name, shards, in_use)
         if stage == "fit":
+            for name, shards in self._train_patterns().items():
+                if name not in self._train_sources:
+                    self._train_sources[name] = self._options.open(name, shards, in_use)
             self._setup_fit(layout)
 
+    def _train_patterns(self) -> Mapping[str, str | Sequence[str]]:
+        if self.train is None:
+            raise ConfigurationError("The DataModule has no train data; give it train='shards/train-{000..015}.tar'.")
+        return self.train if isinstance(self.train, Mapping) else {"train": self.train}
+
     def _setup_fit(self, layout: Layout) -> None:
-        items = self._source("train").items
+        items = self._train_plan().items
         if items < self.global_batch_size:
             raise DataError(
-                f"train holds {items} {self._unit}, fewer than global_batch_size={self.global_batch_size}; use a batch "
-                f"of at most {items}, or more data."
+                f"train holds {items} {self._options.unit}, fewer than global_batch_size={self.global_batch_size}; use "
+                f"a batch of at most {items}, or more data."
             )
         if self.trainer is None:
             return
@@ -231,31 +268,12 @@ class WebDatasetDataModule(LightningDataModule):
                 f"epoch_end='pad' gives ranks unequal parts of the last batch; use 'drop' or 'continuous', {other}"
             )
 
-    def _open(self, name: str, patterns: str | Sequence[str]) -> Source:
-        shards = expand_shards(patterns, name)
-        cache = fetcher = None
-        if any(is_remote(shard) or is_compressed(shard) for shard in shards):
-            cache, fetcher = ShardCache(self._cache_dir, self._cache_limit), Fetcher(self._storage_options)
-        # shards in use cannot be evicted: a rank keeps those of its lanes, and as many that it has just left
-        in_use = 512 if cache is None else 2 * self._lanes * self._window // self._layout().world_size + 8
-        reader = ShardReader(shards, cache, fetcher, self._tolerant, in_use)
-        if self.seq_len is None or self._tokens is None:
-            return SampleSource(reader, self.seed, self._processing)
-        kinds: dict[str, Callable[..., Source]]
-        kinds = {"concat": ConcatSource, "best_fit": PackedSource, "none": PaddedSource}
-        make = kinds[self.packing]
-        return make(reader, self.seed, self.seq_len, self._tokens, self._text_key, self._document_ids, name)
-
     def _source(self, name: str) -> Source:
         if name not in self._sources:
             raise ConfigurationError(
                 f"The DataModule has no {name} data; give it {name}='shards/{name}-{{000..015}}.tar'."
             )
         return self._sources[name]
-
-    @property
-    def _unit(self) -> str:
-        return "samples" if self.seq_len is None else f"sequences of {self.seq_len} tokens"
 
     def _layout(self) -> Layout:
         strategy = self.trainer.strategy if self.trainer is not None else None
@@ -270,9 +288,16 @@ class WebDatasetDataModule(LightningDataModule):
             max_bad=self._max_bad,
         )
 
+    def _train_plan(self) -> ShuffledPlan | MixedPlan:
+        plans = {
+            name: ShuffledPlan(source, self._lanes, self._window, remainder=self.epoch_end == "pad")
+            for name, source in self._train_sources.items()
+        }
+        return plans["train"] if self._stage is None else MixedPlan(plans, self._stage, self.seed, self._mix_stop)
+
     def train_dataloader(self) -> TrainLoader:
         """Loader of the shuffled training data, from the position of the last loaded checkpoint on."""
-        plan = ShuffledPlan(self._source("train"), self._lanes, self._window, remainder=self.epoch_end == "pad")
+        plan = self._train_plan()
         self._loader = TrainLoader(plan, self._layout(), self._collate, self.epoch_end, self._cursor)
         return self._loader
 
@@ -288,8 +313,8 @@ class WebDatasetDataModule(LightningDataModule):
         source, layout = self._source(name), self._layout()
         if source.items < layout.world_size:
             raise DataError(
-                f"{name} holds {source.items} {self._unit}, fewer than the {layout.world_size} ranks; use fewer ranks "
-                f"or more data."
+                f"{name} holds {source.items} {self._options.unit}, fewer than the {layout.world_size} ranks; use "
+                f"fewer ranks or more data."
             )
         return EvaluationLoader(StoredPlan(source), layout, self._collate)
 
@@ -303,6 +328,7 @@ class WebDatasetDataModule(LightningDataModule):
             **position,
             "global_batch_size": self.global_batch_size,
             "data": self._fingerprint(),
+            "stage": self._stage.state() if self._stage is not None else None,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -314,7 +340,7 @@ class WebDatasetDataModule(LightningDataModule):
         Raises:
             DataError: The data or the options that order it are not those of the checkpoint.
         """
-        if "train" not in self._sources:
+        if not self._train_sources:
             return  # the checkpoint was loaded to validate or test
         if state_dict["version"] != _STATE_VERSION:
             raise DataError(
@@ -327,25 +353,20 @@ class WebDatasetDataModule(LightningDataModule):
         self._cursor.position, self._cursor.started = state_dict["position"], False
         self._cursor.batch = state_dict["batch"] * state_dict["global_batch_size"] // self.global_batch_size
         self._align.resume(state_dict["processed"])
+        if self._stage is not None:
+            self._resume_stage(Stage(**state_dict["stage"]))
+
+    def _resume_stage(self, saved: Stage) -> None:
+        """Go on with the saved weights, or begin a stage with new ones at the position reached."""
+        weights, position = self._stage.weights if self._stage else {}, self._cursor.position
+        self._stage = saved
+        plan = self._train_plan()
+        if weights != saved.weights and isinstance(plan, MixedPlan):
+            self._stage = Stage(weights, position, plan.read_before(position))
 
     def _fingerprint(self) -> dict[str, Any]:
         order = {"seed": self.seed, "lanes": self._lanes, "window": self._window, "epoch_end": self.epoch_end}
-        return order | self._source("train").fingerprint()
-
-
-def _at_least(least: int, **options: int | None) -> None:
-    for name, value in options.items():
-        if value is not None and value < least:
-            raise ConfigurationError(f"{name}={value} is not possible; use a whole number of at least {least}.")
-
-
-def _one_of(choices: Any, **options: str) -> None:
-    for name, value in options.items():
-        if value not in get_args(choices):
-            raise ConfigurationError(f"{name}={value!r} is not possible; use one of {', '.join(get_args(choices))}.")
-
-
-def _without_effect(reason: str, **given: Any) -> None:
-    for name, value in given.items():
-        if value:
-            raise ConfigurationError(f"{name} has no effect {reason}.")
+        if self._stage is None:
+            return order | self._train_sources["train"].fingerprint()
+        sources = self._train_sources.items()
+        return order | {f"dataset {name}": digest(source.fingerprint()) for name, source in sources}

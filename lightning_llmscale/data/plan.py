@@ -105,8 +105,12 @@ class ShuffledPlan(Plan):
     def deal(self, start: int, size: int) -> Int:
         """See :meth:`Plan.deal`."""
         positions = np.arange(start, start + size, dtype=np.int64)
+        return positions[np.argsort(self.lane(positions), kind="stable")]
+
+    def lane(self, positions: Int) -> Int:
+        """Lane of each position; those of another epoch are others."""
         epoch, position = np.divmod(positions, self.items)
-        return positions[np.argsort(epoch * self._lanes + position % self._lanes, kind="stable")]
+        return epoch * self._lanes + position % self._lanes
 
     def locate(self, positions: Int) -> Int:
         """See :meth:`Plan.locate`; rows are (epoch, place, item), place -1 for what the tokens left over fill."""

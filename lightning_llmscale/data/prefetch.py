@@ -28,7 +28,7 @@ class Prefetcher:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._pool: ThreadPoolExecutor | None = None
-        self._asked: dict[int, Future[None]] = {}
+        self._asked: dict[tuple[int, int], Future[None]] = {}
 
     def ahead(self, chunks: Iterator[list[Int]]) -> Iterator[list[Int]]:
         """Hand chunks of batches on, each after the shards of the next chunk were asked for."""
@@ -42,11 +42,11 @@ class Prefetcher:
             yield held
 
     def _ask(self, shards: list[tuple[ShardReader, int]]) -> None:
-        self._asked = {shard: future for shard, future in self._asked.items() if not future.done()}
+        self._asked = {key: future for key, future in self._asked.items() if not future.done()}
         for reader, shard in shards:
-            if shard not in self._asked:
+            if (id(reader), shard) not in self._asked:
                 self._pool = self._pool or ThreadPoolExecutor(_TRANSFERS, "prefetch")
-                self._asked[shard] = self._pool.submit(_fetch, reader, shard)
+                self._asked[id(reader), shard] = self._pool.submit(_fetch, reader, shard)
 
     def __enter__(self) -> Prefetcher:
         return self

@@ -7,7 +7,7 @@ Validation and test leave it out.
 
 from __future__ import annotations
 
-__all__ = ["BadSamples", "OnBad", "Processing"]
+__all__ = ["BadSamples", "OnBad", "PipelineStage", "Processing"]
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from lightning_llmscale.errors import ConfigurationError, DataError
 log = logging.getLogger(__name__)
 
 OnBad = Literal["raise", "skip"]
-Stage = Callable[[Iterator[Any]], Iterable[Any]]
+PipelineStage = Callable[[Iterator[Any]], Iterable[Any]]
 
 _SHOWN = 5
 
@@ -37,7 +37,7 @@ class Processing:
     """Keeps the samples for which it returns true."""
     transform: Callable[[dict[str, Any]], Any] | None = None
     """Applied to each sample that is kept."""
-    pipeline: Sequence[Stage] = ()
+    pipeline: Sequence[PipelineStage] = ()
     """webdataset filters over the sample stream, instead of decode, filter and transform."""
     on_bad: OnBad = "raise"
     """What a sample that cannot be decoded does."""

@@ -7,8 +7,10 @@ an accumulation window that was not finished (their gradient is in no checkpoint
 
 from __future__ import annotations
 
-__all__ = ["AlignProgress", "compare_fingerprints", "snapshot"]
+__all__ = ["AlignProgress", "compare_fingerprints", "digest", "snapshot"]
 
+import hashlib
+import json
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -100,6 +102,11 @@ def compare_fingerprints(saved: Mapping[str, Any], present: Mapping[str, Any]) -
         for name in _NUMBERS
         if saved.get(name) != present.get(name)
     ]
+    changed += [
+        f"{name} changed"
+        for name in {**saved, **present}
+        if name not in {*_NUMBERS, *_DIGESTS} and saved.get(name) != present.get(name)
+    ]
     if not changed:
         changed = [text for name, text in _DIGESTS.items() if saved.get(name) != present.get(name)]
     if changed:
@@ -107,3 +114,8 @@ def compare_fingerprints(saved: Mapping[str, Any], present: Mapping[str, Any]) -
             f"The training data is not what this checkpoint was made with: {'; '.join(changed)}. Resume with the same "
             f"data and options, or start a new run from the weights alone."
         )
+
+
+def digest(fingerprint: Mapping[str, Any]) -> str:
+    """Shorten a fingerprint, for a dataset that is one of many."""
+    return hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:12]

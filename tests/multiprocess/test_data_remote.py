@@ -164,7 +164,7 @@ def test_a_shard_changed_since_it_was_indexed_is_refused(tmp_path: Path) -> None
     (shard,) = write_numbered(tmp_path, [5])
     data = WebDatasetDataModule(train=shard, global_batch_size=1)
     data.setup("fit")
-    source = data._sources["train"]
+    source = data._train_sources["train"]
     source.reader._open.clear()
     save_index(open_index(Path(shard)), index_path(shard))
     write_numbered(tmp_path, [20])
