@@ -185,3 +185,20 @@ def test_devices_that_do_not_match_slurm(class_path: str, plain_process: RankPoo
 def test_impossible_number_of_devices(class_path: str, plain_process: RankPool, devices: int) -> None:
     (error,) = plain_process.errors(fit_on, StrategySpec(class_path), devices, timeout=SECONDS)
     assert "devices" in error.message
+
+
+def fit_on_two_nodes(strategy: StrategySpec) -> tuple[tuple[int, int, int], dict[str, Tensor]]:
+    """Each rank is the only one of its node."""
+    node = os.environ["RANK"]
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=node)
+    module = Mlp()
+    trainer = new_trainer(strategy, devices=1, num_nodes=2)
+    trainer.fit(module)
+    return (trainer.global_rank, trainer.local_rank, trainer.node_rank), module.state_dict()
+
+
+def test_two_nodes(class_path: str, pool2: RankPool, one_process: dict[str, Tensor]) -> None:
+    ranks = pool2.run(fit_on_two_nodes, StrategySpec(class_path), timeout=SECONDS)
+    assert [place for place, _ in ranks] == [(0, 0, 0), (1, 0, 1)]
+    for _, weights in ranks:
+        assert_same_weights(weights, one_process)
