@@ -1,1 +1,5 @@
-"""Lightning callbacks that go with the strategies."""
+"""Callbacks that work with every strategy."""
+
+from lightning_llmscale.callbacks.chaos import Chaos
+
+__all__ = ["Chaos"]
