@@ -28,7 +28,8 @@ def difference(ours: Tensor, reference: Tensor, floor: float = 0.0) -> tuple[flo
     """
     if ours.shape != reference.shape:
         return float("inf"), 0
-    if ours.numel() == 0:
+    alike = ours.layout == reference.layout == torch.strided and ours.dtype == reference.dtype
+    if ours.numel() == 0 or (alike and torch.equal(ours, reference)):  # fast for ranks, which have the same bits
         return 0.0, 0
     a, b = _flat(ours), _flat(reference)
     same = (a == b) | (a.isnan() & b.isnan())

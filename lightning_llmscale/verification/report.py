@@ -128,7 +128,7 @@ class Report:
             kept = "kept" if untied is None else "broken"
             lines.append(f"{' ' if untied is None else '!'} {'tied weights':<15}{kept:<20}{' = '.join(self.tied[0])}")
         lines += ["", self.verdict, *self.hints]
-        return "\n".join(lines)
+        return "\n".join(line.rstrip() for line in lines)
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values; an infinite difference is the string ``"inf"``."""

@@ -57,3 +57,7 @@ def test_sparse_gradients_are_compared() -> None:
 def test_floor_ignores_infinities_and_empty_tensors() -> None:
     assert floor_of([torch.tensor([INF, 2.0, -10.0]), torch.tensor([NAN]), torch.tensor([])]) == pytest.approx(1.0)
     assert floor_of([]) == 0.0
+
+
+def test_types_may_differ() -> None:
+    assert difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0], dtype=torch.float64))[0] == 0.5
