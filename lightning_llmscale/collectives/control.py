@@ -125,6 +125,15 @@ class ControlPlane:
         if self.world_size > 1 and not self._closed:
             self._set_failure(sentence)
 
+    def alarm(self, sentence: str) -> None:
+        """End the run on all ranks for a reason that this rank noticed; rank 0 adds what every rank is doing."""
+        if self.world_size == 1:
+            self._set_failure(sentence)
+        elif self.rank == 0:
+            self._set_failure(f"{sentence}: {self._locked(self._roster.whereabouts)}")
+        else:
+            self._tell(0, Kind.ALARM, sentence.encode())
+
     def failure(self) -> str | None:
         """The sentence that says what failed, or None while all is well."""
         return self._failure
@@ -294,6 +303,8 @@ class ControlPlane:
                     self._roster.members[rank].identity = beat["identity"]
         elif kind is Kind.FAIL:
             self._set_failure(body.decode(), origin=rank)
+        elif kind is Kind.ALARM:
+            self.alarm(body.decode())
         elif kind is Kind.GOODBYE:
             self._gone[rank] = body.decode()
             if self.rank == 0:

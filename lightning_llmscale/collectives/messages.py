@@ -24,6 +24,7 @@ class Kind(IntEnum):
     BEAT = 3
     FAIL = 4
     GOODBYE = 5
+    ALARM = 6
 
 
 class Link:

@@ -83,7 +83,7 @@ class Roster:
         self._arrived[rank] = _Arrival(tag, payload, now)
         self.members[rank].doing = f"waiting in {tag}"
         if len({arrival.tag for arrival in self._arrived.values()}) > 1:
-            return Verdict(failure=f"the ranks have parted: {self._whereabouts()}; {_REMEDY}")
+            return Verdict(failure=f"the ranks have parted: {self.whereabouts()}; {_REMEDY}")
         for other, member in enumerate(self.members):
             if member.left is not None:
                 return Verdict(failure=self._abandoned(other))
@@ -122,20 +122,20 @@ class Roster:
             return Verdict()
         first = min(arrival.time for arrival in self._arrived.values())
         if now - first > self.wait_limit:
-            return Verdict(failure=f"waited {now - first:.0f} s without success: {self._whereabouts()}; {_REMEDY}")
+            return Verdict(failure=f"waited {now - first:.0f} s without success: {self.whereabouts()}; {_REMEDY}")
         since = [
             self._arrived[r].time if r in self._arrived else (m.blocked_since if m.blocked else now)
             for r, m in enumerate(self.members)
         ]
         if now - max(since) >= self.deadlock_after:
-            return Verdict(failure=f"deadlock: {self._whereabouts()}; {_REMEDY}")
+            return Verdict(failure=f"deadlock: {self.whereabouts()}; {_REMEDY}")
         return Verdict()
 
     def long_wait(self, now: float) -> tuple[float, str] | None:
         """Seconds for which the open operation has been waiting and the sentence that says for whom, if one is open."""
         if not self._arrived:
             return None
-        return now - min(a.time for a in self._arrived.values()), self._whereabouts()
+        return now - min(a.time for a in self._arrived.values()), self.whereabouts()
 
     def wake(self, now: float) -> None:
         """Forgive the time in which this process itself was stopped."""
@@ -151,7 +151,8 @@ class Roster:
     def _abandoned(self, rank: int) -> str:
         return f"rank {rank} ({self.members[rank].identity}) {self.members[rank].left}{self._waiters()}; {_REMEDY}"
 
-    def _whereabouts(self) -> str:
+    def whereabouts(self) -> str:
+        """What every rank is doing, in words."""
         places: dict[str, list[int]] = {}
         for rank, member in enumerate(self.members):
             if rank in self._arrived:

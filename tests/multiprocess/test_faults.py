@@ -1,0 +1,53 @@
+"""Faults injected into real ranks, and the deadline that a callback adds."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from lightning_llmscale.callbacks import Chaos, HangWatchdog
+from lightning_llmscale.errors import PeerFailureError
+from tests.conformance.jobs import StrategySpec, new_trainer, rank
+from tests.conformance.models import Mlp
+from tests.support.pool import RankPool
+
+RING = StrategySpec("lightning_llmscale.RingAllReduceStrategy", {"peer_timeout": 3.0})
+
+
+def fit_under_chaos(strategy: StrategySpec, action: Any, phase: Any) -> None:
+    new_trainer(strategy, callbacks=[Chaos(action, rank=1, step=2, phase=phase)]).fit(Mlp())
+
+
+@pytest.mark.parametrize("phase", ["batch_start", "backward", "gradients", "optimizer_step", "batch_end"])
+def test_a_killed_rank_is_named_by_the_other(pool2: RankPool, phase: str) -> None:
+    survivor, _ = pool2.outcomes(fit_under_chaos, RING, "kill", phase, timeout=60.0)
+    assert survivor.error is not None, str(survivor)
+    assert survivor.error.is_a(PeerFailureError), str(survivor)
+    assert "rank 1" in survivor.error.message
+
+
+class StuckOnOneRank(Mlp):
+    """Rank 1's main thread waits for a lock that nobody will release."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and rank() == 1:
+            threading.Event().wait(50.0)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_watched(strategy: StrategySpec) -> None:
+    watchdog = HangWatchdog(step_timeout=3.0, first_step_timeout=30.0)
+    new_trainer(strategy, callbacks=[watchdog]).fit(StuckOnOneRank())
+
+
+def test_a_stuck_step_ends_the_run_on_all_ranks(pool2: RankPool) -> None:
+    waiting, stuck = pool2.outcomes(fit_watched, RING, timeout=60.0)
+    assert not waiting.timed_out, str(waiting)
+    assert not stuck.timed_out, str(stuck)
+    assert waiting.error is not None, str(waiting)
+    assert "has spent more than 3 s in the step after batch 1" in waiting.error.message
+    assert "rank 1 is in training_step of batch 2" in waiting.error.message
+    assert "in training_step of batch 2" in stuck.log, "the stuck rank says so before it ends"
+    assert "StuckOnOneRank" in stuck.log or "training_step" in stuck.log
