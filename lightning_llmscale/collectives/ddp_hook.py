@@ -1,7 +1,7 @@
 """Gradient buckets of ``DistributedDataParallel`` reduced by this package instead of its process group."""
 
 # No "from __future__ import annotations": DDP compares the annotations of a hook with classes, not with their names.
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,11 +24,21 @@ class BucketReduction:
 
     thread: CommunicationThread
     scale: float
+    _layouts: int = field(default=0, init=False)
+    _parameters: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False)
+
+    def stream(self, bucket: GradBucket) -> tuple[int, int]:
+        """A name for the bucket that changes when DDP fills its buckets anew, which it does after the first step."""
+        parameters = tuple(parameter.data_ptr() for parameter in bucket.parameters())
+        if self._parameters.setdefault(bucket.index(), parameters) != parameters:
+            self._parameters = {bucket.index(): parameters}
+            self._layouts += 1
+        return self._layouts, bucket.index()
 
 
 def reduce_bucket(state: BucketReduction, bucket: GradBucket) -> Future[Tensor]:
     """Communication hook: ``ddp.register_comm_hook(BucketReduction(thread, 1 / world_size), reduce_bucket)``."""
-    return state.thread.submit(bucket.buffer(), state.scale)
+    return state.thread.submit(bucket.buffer(), state.scale, state.stream(bucket))
 
 
 @dataclass

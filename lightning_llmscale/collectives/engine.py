@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_llmscale.collectives.reducer import Reducer
+from lightning_llmscale.collectives.protocol import Reducer
 from lightning_llmscale.errors import PeerFailureError
 
 __all__ = ["CommunicationThread"]
 
-_log = logging.getLogger(__name__)
+
+_Order = tuple[Tensor, float, Hashable | None, Future[Tensor]]
 
 
 class CommunicationThread:
@@ -32,19 +33,19 @@ class CommunicationThread:
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
-        self._queue: queue.SimpleQueue[tuple[Tensor, float, Future[Tensor]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._unfinished = 0
         self._closed = False
-        self._main_threads = torch.get_num_threads()
+        threads = torch.get_num_threads()
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="llmscale-communication", daemon=True)
         self._thread.start()
         started.wait()
         # set_num_threads() in that thread also changed the default for threads yet to start; a thread that ends at once
         # puts it back without touching the one of the caller.
-        restore = threading.Thread(target=torch.set_num_threads, args=(self._main_threads,))
+        restore = threading.Thread(target=torch.set_num_threads, args=(threads,))
         restore.start()
         restore.join()
 
@@ -53,12 +54,13 @@ class CommunicationThread:
         """The first error of the reducer, or ``None``."""
         return self._error
 
-    def submit(self, flat: Tensor, scale: float) -> Future[Tensor]:
+    def submit(self, flat: Tensor, scale: float, stream: Hashable | None = None) -> Future[Tensor]:
         """Queue ``flat <- scale * sum over ranks``.
 
         Args:
             flat: What :meth:`Reducer.all_reduce` accepts; not to be touched until the future completes.
             scale: Factor after the sum.
+            stream: Names a tensor that comes again, see :meth:`Reducer.all_reduce`.
 
         Returns:
             A future that completes with ``flat`` itself.
@@ -71,7 +73,7 @@ class CommunicationThread:
             if self._closed:
                 raise RuntimeError("This communication thread is closed; open a new one for another fit.")
             self._unfinished += 1
-        self._queue.put((flat, scale, future))
+        self._queue.put((flat, scale, stream, future))
         return future
 
     def drain(self, timeout: float) -> None:
@@ -94,11 +96,11 @@ class CommunicationThread:
         torch.get_num_threads()  # fixes the number of this thread now; else it would be read from the default later on
         started.set()
         while (item := self._queue.get()) is not None:
-            flat, scale, future = item
+            flat, scale, stream, future = item
             if self._error is None:
                 try:
                     with torch.no_grad():
-                        self._reducer.all_reduce(flat, scale)
+                        self._reducer.all_reduce(flat, scale, stream)
                 except BaseException as error:  # noqa: BLE001 - handed to the main thread, which raises it
                     self._error = error
             future.set_result(flat)
@@ -107,12 +109,16 @@ class CommunicationThread:
                 self._unfinished -= 1
                 self._changed.notify_all()
 
-    def close(self) -> None:
-        """Close the reducer, which ends an all-reduce under way, and join the thread; safe to repeat."""
+    def close(self, reason: str | None = None) -> None:
+        """Close the reducer, which ends an all-reduce under way, and join the thread; safe to repeat.
+
+        Args:
+            reason: What peers that still wait are told, see :meth:`Reducer.close`.
+        """
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-        self._reducer.close()
+        self._reducer.close(reason)
         self._queue.put(None)
         self._thread.join()

@@ -176,36 +176,35 @@ class Link:
 
 
 class Rendezvous:
-    """One meeting of all ranks through a store, under a prefix no earlier meeting used.
+    """One meeting of some ranks through a store, under a prefix no earlier meeting used.
 
     Args:
-        store: A store that all ranks reach.
-        rank: This rank.
-        world_size: Number of ranks.
-        watch: Ends the waits.
-        purpose: Names the meeting; ranks with different purposes never meet.
+        store: A store that all members reach.
+        members: Global ranks of those who meet.
+        watch: Ends the waits; also knows which rank this is.
+        purpose: Names the meeting; ranks with different purposes or members never meet.
     """
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, watch: Watch, purpose: str) -> None:
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, store: Store, members: Sequence[int], watch: Watch, purpose: str) -> None:
+        self.members = members
         self.watch = watch
         self.purpose = purpose
+        place = f"llmscale/{purpose}/{'-'.join(map(str, members))}"
         # Counted in the store, not in the process: a restarted process continues the count of its rank.
-        generation = store.add(f"llmscale/{purpose}/opened-by/{rank}", 1)
-        self._store = PrefixStore(f"llmscale/{purpose}/{generation}", store)
+        generation = store.add(f"{place}/opened-by/{watch.rank}", 1)
+        self._store = PrefixStore(f"{place}/{generation}", store)
 
     def exchange(self, topic: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Publish this rank's ``record`` and return those of all ranks, by rank.
+        """Publish this rank's ``record`` and return those of all members, in their order.
 
         Raises:
             PeerFailureError: A rank did not publish within ``peer_timeout``, or is known dead.
         """
-        self._store.set(f"{topic}/{self.rank}", json.dumps(record))
-        return [json.loads(self._get(f"{topic}/{peer}", peer, topic)) for peer in range(self.world_size)]
+        self._store.set(f"{topic}/{self.watch.rank}", json.dumps(record))
+        return [json.loads(self._get(topic, member)) for member in self.members]
 
-    def _get(self, key: str, peer: int, topic: str) -> bytes:
-        started = time.monotonic()
+    def _get(self, topic: str, peer: int) -> bytes:
+        key, started = f"{topic}/{peer}", time.monotonic()
         while True:
             try:
                 self._store.wait([key], timedelta(seconds=POLL_SECONDS))
@@ -291,33 +290,33 @@ def connect_links(
     """Connect this rank to its neighbours.
 
     Args:
-        rendezvous: The meeting all ranks attend.
-        hosts: Machine name of each rank; ranks of equal names use Unix sockets.
-        dial: Ranks this one connects to.
-        accept: Ranks that connect to this one (whose ``dial`` holds this rank).
+        rendezvous: The meeting all members attend.
+        hosts: Machine name of each member; members with equal names use Unix sockets.
+        dial: Global ranks this one connects to.
+        accept: Global ranks that connect to this one (whose ``dial`` holds this rank).
 
     Returns:
-        The dialled and the accepted links, by peer.
+        The dialled and the accepted links, by global rank.
 
     Raises:
         ConfigurationError: A rank runs another version of this wire.
         PeerFailureError: A neighbour did not show up within ``peer_timeout``, or is known dead.
     """
-    rank, watch, purpose = rendezvous.rank, rendezvous.watch, rendezvous.purpose
-    listener = Listener(hosts[rank], hosts, backlog=max(1, len(accept)))
+    watch, purpose = rendezvous.watch, rendezvous.purpose
+    own_host = hosts[list(rendezvous.members).index(watch.rank)]
+    listener = Listener(own_host, hosts, backlog=max(1, len(accept)))
     dialled: dict[int, Link] = {}
     try:
-        addresses = rendezvous.exchange("address", listener.address)
-        for peer, address in enumerate(addresses):
+        addresses = dict(zip(rendezvous.members, rendezvous.exchange("address", listener.address), strict=True))
+        for peer, address in addresses.items():
             if address["wire"] != _WIRE_VERSION:
                 raise ConfigurationError(
-                    f"Rank {peer} speaks version {address['wire']} of the collective wire and rank {rank} version "
-                    f"{_WIRE_VERSION}; install the same lightning_llmscale everywhere."
+                    f"Rank {peer} speaks version {address['wire']} of the collective wire and rank {watch.rank} "
+                    f"version {_WIRE_VERSION}; install the same lightning_llmscale everywhere."
                 )
         for peer in dial:
-            dialled[peer] = Link(_dial(addresses[peer], hosts[rank], peer, watch, purpose), peer)
-            hello = _HELLO.pack(bytes.fromhex(addresses[peer]["secret"]), rank)
-            dialled[peer].socket.sendall(hello)
+            dialled[peer] = Link(_dial(addresses[peer], own_host, peer, watch, purpose), peer)
+            dialled[peer].socket.sendall(_HELLO.pack(bytes.fromhex(addresses[peer]["secret"]), watch.rank))
         return dialled, listener.accept(accept, watch, purpose)
     except BaseException:
         for link in dialled.values():

@@ -1,24 +1,39 @@
-"""The one door to gradient reduction: a protocol, and the choice of the algorithm behind it."""
+"""The one door to gradient reduction: which algorithm fits, and opening it on all ranks."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, get_args
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from torch import Tensor
 from torch.distributed import Store
 
 from lightning_llmscale.collectives.chunks import check_flat
+from lightning_llmscale.collectives.codecs import Wire, make_codec
+from lightning_llmscale.collectives.direct import DirectReducer
 from lightning_llmscale.collectives.links import Watch
+from lightning_llmscale.collectives.probe import measure_links
+from lightning_llmscale.collectives.protocol import Group, Reducer
 from lightning_llmscale.collectives.ring import RingReducer
+from lightning_llmscale.collectives.ring_order import best_ring_order, check_ring_order
 from lightning_llmscale.collectives.shared_memory import SharedMemoryReducer
 from lightning_llmscale.collectives.stock import StockReducer
+from lightning_llmscale.collectives.two_level import islands_of_hosts, open_two_level
 from lightning_llmscale.errors import ConfigurationError
 
-__all__ = ["ALGORITHMS", "Algorithm", "Reducer", "SingleRankReducer", "choose_algorithm", "open_reducer"]
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Reducer",
+    "ReducerOptions",
+    "SingleRankReducer",
+    "choose_algorithm",
+    "open_reducer",
+]
 
-Algorithm = Literal["auto", "stock", "ring", "shared_memory"]
+Algorithm = Literal["auto", "stock", "ring", "direct", "two_level", "shared_memory"]
 """How gradients are summed over ranks; see :func:`choose_algorithm` for ``"auto"``."""
 
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
@@ -26,62 +41,111 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 _log = logging.getLogger(__name__)
 
 
-class Reducer(Protocol):
-    """Sums tensors over ranks, one at a time, in the same order on all ranks."""
+@dataclass(frozen=True, kw_only=True)
+class ReducerOptions:
+    """How to reduce, beyond the algorithm; each option is refused where it could take no effect."""
 
-    def all_reduce(self, flat: Tensor, scale: float) -> None:
-        """Replace ``flat`` by ``scale`` times its sum over ranks; all ranks end with identical bits.
+    wire: Wire = "fp32"
+    """Format of gradients between hosts: as they are, ``"bf16"`` or ``"int8"`` blocks. For ``"direct"``,
+    ``"two_level"``."""
 
-        Args:
-            flat: Contiguous 1-D CPU tensor of fp32, fp64, fp16 or bf16, of equal length and dtype on all ranks.
-            scale: Factor applied once, after the sum.
+    error_feedback: bool | None = None
+    """Add what the wire drops to the next gradient; ``None`` does so for ``"int8"``."""
 
-        Raises:
-            ConfigurationError: The tensor cannot be reduced here.
-            PeerFailureError: A peer died, left, was silent for too long or reduces something else. The content of
-                ``flat`` is then undefined and the reducer cannot be used again.
-        """
+    ring_order: Sequence[int] | Literal["auto"] | None = None
+    """Ranks in the order of the ring; ``"auto"`` measures all links first; ``None`` is rank order. For ``"ring"``."""
 
-    def close(self) -> None:
-        """Leave the group and free what it holds; safe to repeat, and to call while another thread waits in it."""
+    segment_bytes: int | None = None
+    """Size of the pieces that travel while others are added; ``None``: 512 KiB (ring), 256 KiB (direct)."""
+
+    deterministic: bool = False
+    """Sum in rank order whatever the topology, so that any two layouts of the same ranks give the same bits."""
+
+    islands: Sequence[Sequence[int]] | None = None
+    """Ranks near each other, for ``"two_level"``; ``None``: those that share a host."""
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether error feedback is on."""
+        return self.wire == "int8" if self.error_feedback is None else self.error_feedback
+
+
+_DEFAULTS = ReducerOptions()
 
 
 class SingleRankReducer:
     """The sum over one rank: scaling alone."""
 
-    def all_reduce(self, flat: Tensor, scale: float) -> None:
-        """Replace ``flat`` by ``scale * flat``."""
+    def all_reduce(self, flat: Tensor, scale: float, stream: Hashable | None = None) -> None:
+        """Replace ``flat`` by ``scale * flat``; ``stream`` is of no account."""
         check_flat(flat)
         if scale != 1.0:
             flat.detach().mul_(scale)
 
-    def close(self) -> None:
-        """Nothing to free."""
+    def close(self, reason: str | None = None) -> None:
+        """Nothing to free, nobody to tell."""
 
 
-def choose_algorithm(algorithm: str, *, world_size: int, hosts: Sequence[str]) -> str:
-    """Resolve ``"auto"`` for CPU tensors: shared memory among the ranks of one host, else the ring.
+def choose_algorithm(
+    algorithm: str, *, world_size: int, hosts: Sequence[str], options: ReducerOptions = _DEFAULTS
+) -> str:
+    """Resolve ``"auto"`` for CPU tensors and refuse options without effect.
 
-    (Tensors that NCCL serves are the strategy's decision: there the stock all-reduce is the right one.)
+    ``"auto"`` takes what the options imply (a lossy wire or ``deterministic``: direct; an order: the ring; islands:
+    two-level); else shared memory among the ranks of one host, two-level where each of several hosts holds equally many
+    ranks, at least two, and the ring in all other cases. (Tensors that NCCL serves are the strategy's decision: there
+    the stock all-reduce is the right one.)
 
     Args:
         algorithm: One of :data:`ALGORITHMS`.
         world_size: Number of ranks.
         hosts: Machine name per rank.
+        options: The other options.
 
     Returns:
         The algorithm to use, never ``"auto"``.
 
     Raises:
-        ConfigurationError: Unknown algorithm, or ``hosts`` does not match ``world_size``.
+        ConfigurationError: Unknown algorithm, an option that cannot take effect, or ``hosts`` of another length.
     """
     if algorithm not in ALGORITHMS:
         raise ConfigurationError(f"Unknown algorithm {algorithm!r}; use one of {', '.join(map(repr, ALGORITHMS))}.")
     if world_size < 1 or len(hosts) != world_size:
         raise ConfigurationError(f"world_size is {world_size} and hosts names {len(hosts)} ranks; they must be equal.")
-    if algorithm != "auto":
-        return algorithm
-    return "shared_memory" if len(set(hosts)) == 1 else "ring"
+    make_codec(options.wire)
+    chosen = _resolve(hosts, options) if algorithm == "auto" else algorithm
+    if options.error_feedback and options.wire == "fp32":
+        raise ConfigurationError("error_feedback has no effect on wire='fp32', which drops nothing; leave it out.")
+    only = {
+        f"wire={options.wire!r}": (options.wire != "fp32", ("direct", "two_level")),
+        "ring_order": (options.ring_order is not None, ("ring",)),
+        "segment_bytes": (options.segment_bytes is not None, ("ring", "direct")),
+        "deterministic=True": (options.deterministic, ("direct", "shared_memory")),
+        "islands": (options.islands is not None, ("two_level",)),
+    }
+    for option, (given, algorithms) in only.items():
+        if given and chosen not in algorithms:
+            names = " or ".join(map(repr, algorithms))
+            raise ConfigurationError(f"{option} has no effect with algorithm={chosen!r}; use algorithm={names}.")
+    if options.segment_bytes is not None and (options.segment_bytes < 1024 or options.segment_bytes % 1024):
+        raise ConfigurationError(f"segment_bytes is {options.segment_bytes} and must be a positive multiple of 1024.")
+    return chosen
+
+
+def _resolve(hosts: Sequence[str], options: ReducerOptions) -> str:
+    islands = islands_of_hosts(hosts)
+    even = len(islands) > 1 and {len(island) for island in islands} == {len(islands[0])} and len(islands[0]) > 1
+    if options.islands is not None:
+        return "two_level"
+    if options.ring_order is not None:
+        return "ring"
+    if len(islands) == 1 and options.wire == "fp32" and options.segment_bytes is None:
+        return "shared_memory"
+    if options.deterministic:
+        return "direct"
+    if even and options.segment_bytes is None:
+        return "two_level"
+    return "direct" if options.wire != "fp32" else "ring"
 
 
 def open_reducer(
@@ -93,38 +157,63 @@ def open_reducer(
     hosts: Sequence[str],
     peer_timeout: float = 30.0,
     failure: Callable[[], str | None] = lambda: None,
+    options: ReducerOptions = _DEFAULTS,
 ) -> Reducer:
     """Connect all ranks and return their reducer; every rank calls it with the same arguments but ``rank``.
 
     Args:
-        algorithm: One of :data:`ALGORITHMS`. ``"auto"`` takes shared memory on one host, the ring between hosts, and
-            falls back from the former to the latter, with a warning, if the system lacks the memory.
+        algorithm: One of :data:`ALGORITHMS`, see :func:`choose_algorithm`. If ``"auto"`` takes shared memory and the
+            system lacks the memory, it falls back to the ring with a warning.
         rank: This rank.
         world_size: Number of ranks.
         store: A store that all ranks reach, used while opening only. It may be used again for later reducers.
         hosts: Machine name per rank; ranks with equal names share a host.
         peer_timeout: Seconds of silence after which a peer counts as lost.
         failure: Returns a sentence once a peer is known dead, else ``None``; polled while waiting.
+        options: The other options.
 
     Raises:
         ConfigurationError: Wrong arguments, or the algorithm cannot work here.
         PeerFailureError: A rank did not show up within ``peer_timeout``.
     """
-    chosen = choose_algorithm(algorithm, world_size=world_size, hosts=hosts)
+    chosen = choose_algorithm(algorithm, world_size=world_size, hosts=hosts, options=options)
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"rank is {rank} and must be in 0..{world_size - 1}.")
     if peer_timeout <= 0:
         raise ConfigurationError(f"peer_timeout is {peer_timeout} s and must be positive.")
-    watch = Watch(rank, peer_timeout, failure)
     if world_size == 1:
         return SingleRankReducer()
-    if chosen == "stock":
-        return StockReducer(rank=rank, world_size=world_size, watch=watch)
+    group = Group(tuple(range(world_size)), tuple(hosts), store, Watch(rank, peer_timeout, failure))
     if chosen == "shared_memory":
         try:
-            return SharedMemoryReducer(rank=rank, world_size=world_size, store=store, hosts=hosts, watch=watch)
+            return SharedMemoryReducer(group)
         except ConfigurationError as error:
             if algorithm != "auto":
                 raise
             _log.warning("Falling back from shared memory to the ring: %s", error)
-    return RingReducer(rank=rank, world_size=world_size, store=store, hosts=hosts, watch=watch)
+            chosen = "direct" if options.deterministic else "ring"
+    return _open(chosen, group, options)
+
+
+def _open(chosen: str, group: Group, options: ReducerOptions) -> Reducer:
+    if chosen == "stock":
+        return StockReducer(group)
+    codec = make_codec(options.wire)
+    if chosen == "two_level":
+        islands = islands_of_hosts(group.hosts) if options.islands is None else options.islands
+        return open_two_level(group, islands, codec=codec, error_feedback=options.feeds_back)
+    if chosen == "direct":
+        return DirectReducer(
+            group,
+            codec=codec,
+            error_feedback=options.feeds_back,
+            segment_bytes=256 << 10 if options.segment_bytes is None else options.segment_bytes,
+        )
+    order = options.ring_order
+    if order == "auto":
+        order = best_ring_order(measure_links(group).bandwidth)
+        _log.info("Ring order by measured bandwidth: %s", order)
+    members = group.members if order is None else check_ring_order(order, group.size)
+    return RingReducer(
+        group.subset(members), segment_bytes=512 << 10 if options.segment_bytes is None else options.segment_bytes
+    )

@@ -16,17 +16,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
-import time
-from collections.abc import Sequence
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
 from lightning_llmscale.collectives.chunks import bytes_of, check_flat, chunk_bounds, ring_schedule
-from lightning_llmscale.collectives.frames import FRAME, FrameKind, FrameSender
-from lightning_llmscale.collectives.links import LinkClosedError, Rendezvous, Watch, connect_links
+from lightning_llmscale.collectives.frames import FrameReader, FrameSender
+from lightning_llmscale.collectives.links import LinkClosedError, Rendezvous, connect_links
+from lightning_llmscale.collectives.protocol import Group
 from lightning_llmscale.errors import PeerFailureError
 
 __all__ = ["RingReducer"]
@@ -40,11 +40,7 @@ class RingReducer:
     hop adds and scales in fp32, so that in fp16 only the partial sums, not the scaled result, need to stay below 65504.
 
     Args:
-        rank: This rank.
-        world_size: Number of ranks, at least 2.
-        store: Used once, to find the neighbours.
-        hosts: Machine name per rank.
-        watch: Ends waits for dead or silent peers.
+        group: At least two ranks, in the order of the ring.
         segment_bytes: Size of the pieces that are sent, added and forwarded; a multiple of 8.
 
     Raises:
@@ -52,37 +48,29 @@ class RingReducer:
         PeerFailureError: A neighbour did not show up.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        store: Store,
-        hosts: Sequence[str],
-        watch: Watch,
-        segment_bytes: int = 512 << 10,
-    ) -> None:
-        self._rank, self._world_size, self._watch = rank, world_size, watch
+    def __init__(self, group: Group, *, segment_bytes: int = 512 << 10) -> None:
+        self._position, self._size, self._watch = group.position, group.size, group.watch
         self._segment_bytes = segment_bytes
         self._operations = 0
         self._closed = False
         self._received = torch.empty(segment_bytes, dtype=torch.uint8)
         self._scratch = torch.empty(0), torch.empty(0)
-        self._header = memoryview(bytearray(FRAME.size))
-        rendezvous = Rendezvous(store, rank=rank, world_size=world_size, watch=watch, purpose="ring")
-        after, before = (rank + 1) % world_size, (rank - 1) % world_size
-        dialled, accepted = connect_links(rendezvous, hosts, dial=[after], accept=[before])
+        rendezvous = Rendezvous(group.store, group.members, group.watch, "ring")
+        before = group.members[self._position - 1]
+        after = group.members[(self._position + 1) % self._size]
+        dialled, accepted = connect_links(rendezvous, group.hosts, dial=[after], accept=[before])
         self._previous, self._next = accepted[before], dialled[after]
-        self._sender = FrameSender(self._next, heartbeat_seconds=min(1.0, watch.peer_timeout / 4))
+        self._reader = FrameReader(self._previous, group.watch.rank)
+        self._sender = FrameSender([self._next], heartbeat_seconds=min(1.0, group.watch.peer_timeout / 4))
         self._transfer = _Transfer(0, 0, 0)
-        self._last_sign = time.monotonic()
 
-    def all_reduce(self, flat: Tensor, scale: float) -> None:
+    def all_reduce(self, flat: Tensor, scale: float, stream: Hashable | None = None) -> None:
         """Replace ``flat`` by ``scale`` times its sum over all ranks.
 
         Args:
             flat: Contiguous 1-D CPU tensor, of equal length and dtype on all ranks.
             scale: Factor applied once, by the owner of each chunk.
+            stream: Of no account: a ring sends every tensor as it is.
 
         Raises:
             ConfigurationError: The tensor cannot be reduced here.
@@ -105,17 +93,17 @@ class RingReducer:
             raise
 
     def _all_reduce(self, flat: Tensor, scale: float) -> None:
-        bounds = chunk_bounds(flat.numel(), self._world_size)
+        bounds = chunk_bounds(flat.numel(), self._size)
         step = self._segment_bytes // flat.element_size()
         chunks = [
             [flat[start : min(start + step, end)] for start in range(begin, end, step)]
             for begin, end in itertools.pairwise(bounds)
         ]
-        reduce, gather = ring_schedule(self._rank, self._world_size)
+        reduce, gather = ring_schedule(self._position, self._size)
         sends = sum(len(chunk) for chunk in chunks) * 2 - len(chunks[gather[-1]]) - len(chunks[reduce[-1]])
         self._transfer = _Transfer(self._operations, flat.numel() * flat.element_size(), sends)
         with self._sender.heartbeats():
-            for segment in chunks[self._rank]:
+            for segment in chunks[self._position]:
                 self._send(segment)
             for chunk in reduce:
                 for segment in chunks[chunk]:
@@ -147,44 +135,29 @@ class RingReducer:
 
     def _send(self, segment: Tensor) -> None:
         transfer = self._transfer
-        view = bytes_of(segment)
-        header = FRAME.pack(FrameKind.DATA, transfer.operation, transfer.sent, len(view), transfer.total_bytes)
+        self._sender.put(
+            self._next,
+            bytes_of(segment),
+            operation=transfer.operation,
+            segment=transfer.sent,
+            total_bytes=transfer.total_bytes,
+        )
         transfer.sent += 1
-        self._sender.put(header, view)
 
     def _receive(self, target: Tensor) -> None:
         """The next segment from the previous rank, straight into ``target``."""
-        transfer, view = self._transfer, bytes_of(target)
-        self._last_sign = time.monotonic()
-        while True:
-            self._previous.receive_into(self._header, self._tick)
-            kind, operation, segment, size, total = FRAME.unpack(self._header)
-            if kind == FrameKind.DATA:
-                break
-            if kind == FrameKind.FAREWELL:
-                words = memoryview(bytearray(size))
-                self._previous.receive_into(words, self._tick)
-                raise LinkClosedError(self._previous.peer, bytes(words).decode(errors="replace"))
-            self._last_sign = time.monotonic()
-        if (operation, segment, size, total) != (
-            transfer.operation,
-            transfer.received,
-            len(view),
-            transfer.total_bytes,
-        ):
-            raise PeerFailureError(
-                f"Rank {self._previous.peer} sent segment {segment} of all-reduce {operation} with {size} of {total} "
-                f"bytes where rank {self._rank} expected segment {transfer.received} of all-reduce "
-                f"{transfer.operation} with {len(view)} of {transfer.total_bytes}: the ranks reduce different tensors, "
-                "so their models differ."
-            )
-        self._previous.receive_into(view, self._tick)
+        transfer = self._transfer
+        self._reader.receive(
+            bytes_of(target),
+            self._tick,
+            operation=transfer.operation,
+            segment=transfer.received,
+            total_bytes=transfer.total_bytes,
+        )
         transfer.received += 1
 
-    def _tick(self, progress: bool) -> None:
+    def _tick(self) -> None:
         """A poll interval has passed without completing a transfer."""
-        if progress:
-            self._last_sign = time.monotonic()
         if self._sender.error is not None:
             raise self._sender.error
         # Nothing but a farewell ever travels backwards. A successor that left after it got all it needed is no failure.
@@ -192,7 +165,7 @@ class RingReducer:
             words = self._next.poll()
             if words is not None:
                 raise LinkClosedError(self._next.peer, words.decode(errors="replace"))
-        self._watch.check(self._last_sign, f"rank {self._previous.peer}", self._doing())
+        self._watch.check(self._reader.last_sign, f"rank {self._previous.peer}", self._doing())
 
     def _doing(self) -> str:
         return f"segment {self._transfer.received} of all-reduce {self._transfer.operation}"
@@ -205,10 +178,14 @@ class RingReducer:
         self._previous.close()
         self._next.close()
 
-    def close(self) -> None:
-        """Leave the ring; an all-reduce under way, here or on a peer, ends with an error."""
+    def heartbeats(self) -> AbstractContextManager[None]:
+        """While the body runs, tell the next rank now and then that this one is alive and on its way."""
+        return self._sender.heartbeats()
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave the ring; an all-reduce under way, here or on a peer, ends with an error that gives ``reason``."""
         self._closed = True
-        self._leave(f"rank {self._rank} closed its reducer")
+        self._leave(reason or f"rank {self._watch.rank} closed its reducer")
 
 
 @dataclass

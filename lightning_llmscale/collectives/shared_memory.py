@@ -20,38 +20,35 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.futures import Future
 
+from lightning_llmscale.collectives.across import Across
 from lightning_llmscale.collectives.chunks import check_flat, chunk_bounds
 from lightning_llmscale.collectives.links import Link, LinkClosedError, Rendezvous, Watch, connect_links
+from lightning_llmscale.collectives.protocol import Group
 from lightning_llmscale.errors import ConfigurationError, PeerFailureError
 
 __all__ = ["SharedMemoryReducer"]
 
-_SLOTS = 3
-"""Chunks in flight: with three, stage(i), reduce(i-1) and gather(i-2) never share a slot (see ``_all_reduce``)."""
-
 _SPIN_SECONDS = 100e-6
 """How long a waiting rank polls, yielding its core each time, before it sleeps: about the cost of a wake-up."""
 
-_STAGED, _REDUCED, _FAREWELL = b"S", b"R", b"F"
+_STAGED, _REDUCED, _ALIVE, _FAREWELL = b"S", b"R", b"A", b"F"
 
 
 class SharedMemoryReducer:
     """Reduces through shared windows; half types are summed in fp32 in rank order and rounded once.
 
     Args:
-        rank: This rank.
-        world_size: Number of ranks, all on this machine.
-        store: Used once, to find the peers.
-        hosts: Machine name per rank, all equal.
-        watch: Ends waits for dead or silent peers.
+        group: At least two ranks, all on this machine.
         chunk_bytes: Bytes of the tensor that pass through the window at a time. The window of each rank takes
-            ``3 * chunk_bytes * (1 + 1 / world_size)``.
+            ``3 * chunk_bytes * (1 + 1 / group.size)``, with ``across`` 4 instead of 3 times.
+        across: Sums the part this rank owns over other groups too, while this one goes on with the next chunk; closed
+            with this reducer.
 
     Raises:
         ConfigurationError: The ranks are on several machines, or this system lacks the memory or the facility; raised
@@ -60,24 +57,18 @@ class SharedMemoryReducer:
         PeerFailureError: A rank did not show up.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        store: Store,
-        hosts: Sequence[str],
-        watch: Watch,
-        chunk_bytes: int = 2 << 20,
-    ) -> None:
-        if len(set(hosts)) != 1:
+    def __init__(self, group: Group, *, chunk_bytes: int = 2 << 20, across: Across | None = None) -> None:
+        if len(set(group.hosts)) != 1:
             raise ConfigurationError(
-                f"algorithm='shared_memory' needs all ranks on one machine and they run on {sorted(set(hosts))}; "
-                "use algorithm='ring' or 'auto'."
+                f"algorithm='shared_memory' needs all ranks on one machine and they run on {sorted(set(group.hosts))}; "
+                "use algorithm='two_level', 'ring' or 'auto'."
             )
-        self._rank, self._world_size, self._watch = rank, world_size, watch
+        self._position, self._size, self._watch = group.position, group.size, group.watch
+        self._across = across
+        self._lag = 0 if across is None else 1
+        self._slot_count = 3 + self._lag
         self._chunk_bytes = chunk_bytes
-        self._result_bytes = -(-chunk_bytes // world_size) + 8  # + 8: parts are cut in whole elements
+        self._result_bytes = -(-chunk_bytes // group.size) + 8  # + 8: parts are cut in whole elements
         self._result_bytes += -self._result_bytes % 64
         self._in_use = threading.Lock()
         self._closed = False
@@ -85,12 +76,17 @@ class SharedMemoryReducer:
         self._operations = 0
         self._scratch: tuple[Tensor, Tensor] | None = None
         self._slots: dict[torch.dtype, tuple[list[list[Tensor]], list[list[Tensor]]]] = {}
-        rendezvous = Rendezvous(store, rank=rank, world_size=world_size, watch=watch, purpose="shared memory")
+        rendezvous = Rendezvous(group.store, group.members, group.watch, "shared memory")
         own = self._create_window(rendezvous)
         try:
-            dialled, accepted = connect_links(rendezvous, hosts, dial=range(rank), accept=range(rank + 1, world_size))
-            self._tokens = _TokenMesh({**dialled, **accepted}, watch)
-            self._maps = self._map_windows(own)
+            dialled, accepted = connect_links(
+                rendezvous,
+                group.hosts,
+                dial=group.members[: self._position],
+                accept=group.members[self._position + 1 :],
+            )
+            self._tokens = _TokenMesh({**dialled, **accepted}, self._watch)
+            self._maps = self._map_windows(group, own)
         finally:
             os.close(own)
 
@@ -108,7 +104,9 @@ class SharedMemoryReducer:
             problem = error.strerror or str(error)
         problems = {
             peer: record["problem"]
-            for peer, record in enumerate(rendezvous.exchange("window", {"problem": problem}))
+            for peer, record in zip(
+                rendezvous.members, rendezvous.exchange("window", {"problem": problem}), strict=True
+            )
             if record["problem"]
         }
         if problems:
@@ -123,15 +121,15 @@ class SharedMemoryReducer:
 
     @property
     def _window_bytes(self) -> int:
-        return _SLOTS * (self._chunk_bytes + self._result_bytes)
+        return self._slot_count * (self._chunk_bytes + self._result_bytes)
 
-    def _map_windows(self, own: int) -> list[mmap.mmap]:
+    def _map_windows(self, group: Group, own: int) -> list[mmap.mmap]:
         links = self._tokens.links
         for link in links.values():
             socket.send_fds(link.socket, [b"W"], [own])
         maps = []
-        for peer in range(self._world_size):
-            descriptor = own if peer == self._rank else self._receive_descriptor(links[peer])
+        for peer in group.members:
+            descriptor = own if peer == self._watch.rank else self._receive_descriptor(links[peer])
             try:
                 window = mmap.mmap(descriptor, self._window_bytes)
                 if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -139,7 +137,7 @@ class SharedMemoryReducer:
                         window.madvise(mmap.MADV_HUGEPAGE)
                 maps.append(window)
             finally:
-                if peer != self._rank:
+                if descriptor != own:
                     os.close(descriptor)
         return maps
 
@@ -155,12 +153,13 @@ class SharedMemoryReducer:
                 raise self._watch.closed(LinkClosedError(link.peer), "the exchange of shared windows")
             return descriptors[0]
 
-    def all_reduce(self, flat: Tensor, scale: float) -> None:
+    def all_reduce(self, flat: Tensor, scale: float, stream: Hashable | None = None) -> None:
         """Replace ``flat`` by ``scale`` times its sum over all ranks.
 
         Args:
             flat: Contiguous 1-D CPU tensor, of equal length and dtype on all ranks.
             scale: Factor applied once, by the owner of each part.
+            stream: Passed on to ``across``; within the host every tensor is summed as it is.
 
         Raises:
             ConfigurationError: The tensor cannot be reduced here.
@@ -172,52 +171,64 @@ class SharedMemoryReducer:
             doing = f"all-reduce {self._operations}"
             self._watch.check_open(self._closed, doing)
             try:
-                self._all_reduce(flat.detach(), scale)
+                with self._across.taking_part() if self._across else contextlib.nullcontext():
+                    self._all_reduce(flat.detach(), scale, stream)
             except LinkClosedError as error:
                 self._watch.check_open(self._closed, doing)
                 failure = self._watch.closed(error, doing)
-                self._tokens.leave(error.farewell or str(failure))
+                self._leave(error.farewell or str(failure))
                 raise failure from error
             except PeerFailureError as error:
-                self._tokens.leave(str(error))
+                self._leave(str(error))
                 raise
 
-    def _all_reduce(self, flat: Tensor, scale: float) -> None:
+    def _all_reduce(self, flat: Tensor, scale: float, stream: Hashable | None) -> None:
         step = self._chunk_bytes // flat.element_size()
         chunks = [flat[start : start + step] for start in range(0, flat.numel(), step)]
-        first, doing = self._chunks_done, f"all-reduce {self._operations}"
-        self._chunks_done += len(chunks)
+        first, count, lag, doing = self._chunks_done, len(chunks), self._lag, f"all-reduce {self._operations}"
+        self._chunks_done += count
         self._tokens.goal = self._chunks_done
-        # Why three slots suffice: a peer announces stage(i) only after gather(i-3), so once all have announced chunk i,
-        # the result slot of i-3 is free for reduce(i); and my gather(i-3) proves that all have read my stage(i-3).
-        for index in range(len(chunks) + 2):
-            if index < len(chunks):
+        sums: list[Future[Tensor]] = []
+        # Why 3 + lag slots suffice: a peer announces stage(i) only after gather(i - 3 - lag), so once all have
+        # announced chunk i, the result slot of i - 3 - lag is free for reduce(i); and my gather(i - 3 - lag), before my
+        # stage(i), proves that all have read what I staged in that slot.
+        for index in range(count + 2 + lag):
+            if index < count:
                 self._stage(chunks[index], first + index)
                 self._tokens.tell(_STAGED)
-            if 0 <= index - 1 < len(chunks):
+            if 0 <= index - 1 < count:
                 self._tokens.wait(_STAGED, first + index, doing)
-                self._reduce(chunks[index - 1], first + index - 1, scale)
+                result = self._reduce(chunks[index - 1], first + index - 1, scale)
+                if self._across is not None:
+                    place = None if stream is None else (stream, index)
+                    sums.append(self._across.submit(result, scale, place))
+            if 0 <= index - 1 - lag < count:
+                if self._across is not None:
+                    self._across.wait(sums[index - 1 - lag], lambda: self._tokens.stay(doing))
+                self._publish(chunks[index - 1 - lag], first + index - 1 - lag)
                 self._tokens.tell(_REDUCED)
-            if index >= 2:
-                self._tokens.wait(_REDUCED, first + index - 1, doing)
-                self._gather(chunks[index - 2], first + index - 2)
+            if index >= 2 + lag:
+                self._tokens.wait(_REDUCED, first + index - 1 - lag, doing)
+                self._gather(chunks[index - 2 - lag], first + index - 2 - lag)
 
     def _stage(self, chunk: Tensor, number: int) -> None:
         stages, _ = self._views(chunk.dtype)
-        window = stages[self._rank][number % _SLOTS]
-        bounds = chunk_bounds(chunk.numel(), self._world_size)
-        begin, end = bounds[self._rank], bounds[self._rank + 1]
+        window = stages[self._position][number % self._slot_count]
+        bounds = chunk_bounds(chunk.numel(), self._size)
+        begin, end = bounds[self._position], bounds[self._position + 1]
         window[:begin].copy_(chunk[:begin])
         window[end : chunk.numel()].copy_(chunk[end:])
 
-    def _reduce(self, chunk: Tensor, number: int, scale: float) -> None:
+    def _reduce(self, chunk: Tensor, number: int, scale: float) -> Tensor:
+        """Sum the own part into its result slot, scaled unless ``across`` will do it."""
+        scale = scale if self._across is None else 1.0
         stages, results = self._views(chunk.dtype)
-        bounds = chunk_bounds(chunk.numel(), self._world_size)
-        begin, end = bounds[self._rank], bounds[self._rank + 1]
+        bounds = chunk_bounds(chunk.numel(), self._size)
+        begin, end = bounds[self._position], bounds[self._position + 1]
         own = chunk[begin:end]
-        sources = [window[number % _SLOTS][begin:end] for window in stages]
-        sources[self._rank] = own
-        result = results[self._rank][number % _SLOTS][: end - begin]
+        sources = [window[number % self._slot_count][begin:end] for window in stages]
+        sources[self._position] = own
+        result = results[self._position][number % self._slot_count][: end - begin]
         if chunk.dtype in (torch.float16, torch.bfloat16):
             self._sum_in_single_precision(sources, scale, result)
         else:
@@ -226,7 +237,13 @@ class SharedMemoryReducer:
                 result.add_(source)
             if scale != 1.0:
                 result.mul_(scale)
-        own.copy_(result)
+        return result
+
+    def _publish(self, chunk: Tensor, number: int) -> None:
+        _, results = self._views(chunk.dtype)
+        bounds = chunk_bounds(chunk.numel(), self._size)
+        own = chunk[bounds[self._position] : bounds[self._position + 1]]
+        own.copy_(results[self._position][number % self._slot_count][: own.numel()])
 
     def _sum_in_single_precision(self, sources: Sequence[Tensor], scale: float, result: Tensor) -> None:
         if self._scratch is None:
@@ -240,18 +257,19 @@ class SharedMemoryReducer:
 
     def _gather(self, chunk: Tensor, number: int) -> None:
         _, results = self._views(chunk.dtype)
-        bounds = chunk_bounds(chunk.numel(), self._world_size)
+        bounds = chunk_bounds(chunk.numel(), self._size)
         for owner, windows in enumerate(results):
-            if owner != self._rank:
+            if owner != self._position:
                 part = chunk[bounds[owner] : bounds[owner + 1]]
-                part.copy_(windows[number % _SLOTS][: part.numel()])
+                part.copy_(windows[number % self._slot_count][: part.numel()])
 
     def _views(self, dtype: torch.dtype) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """The stage and result slots of each rank as tensors of ``dtype``."""
         if dtype not in self._slots:
             size = dtype.itemsize
-            stage_starts = [slot * self._chunk_bytes for slot in range(_SLOTS)]
-            result_starts = [_SLOTS * self._chunk_bytes + slot * self._result_bytes for slot in range(_SLOTS)]
+            stage_starts = [slot * self._chunk_bytes for slot in range(self._slot_count)]
+            results_begin = self._slot_count * self._chunk_bytes
+            result_starts = [results_begin + slot * self._result_bytes for slot in range(self._slot_count)]
             self._slots[dtype] = (
                 [
                     [torch.frombuffer(m, dtype=dtype, count=self._chunk_bytes // size, offset=o) for o in stage_starts]
@@ -267,10 +285,16 @@ class SharedMemoryReducer:
             )
         return self._slots[dtype]
 
-    def close(self) -> None:
-        """Leave the group; an all-reduce under way, here or on a peer, ends with an error."""
+    def _leave(self, reason: str) -> None:
+        """Tell all peers why, then close, so that they fail now and not at their own timeout."""
+        if self._across is not None:
+            self._across.close(reason)
+        self._tokens.leave(reason)
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave the group; an all-reduce under way, here or on a peer, ends with an error that gives ``reason``."""
         self._closed = True
-        self._tokens.leave(f"rank {self._rank} closed its reducer")
+        self._leave(reason or f"rank {self._watch.rank} closed its reducer")
         with self._in_use:  # a thread that waits in all_reduce is awake now and on its way out
             self._slots.clear()
             for window in self._maps:
@@ -295,6 +319,12 @@ class _TokenMesh:
                 link.socket.send(token)
             except OSError:  # gone, or so stalled that its buffer is full of tokens: matters when its own are missing
                 continue
+
+    def stay(self, doing: str) -> None:
+        """Called every poll interval of a wait for other groups: this rank is alive, and are the others?"""
+        self.tell(_ALIVE)
+        self._last_sign = time.monotonic()
+        self._look_around(doing)
 
     def wait(self, token: bytes, count: int, doing: str) -> None:
         """Until every peer has announced ``token`` at least ``count`` times."""

@@ -20,7 +20,12 @@ from lightning_llmscale.collectives.reducer import Algorithm, Reducer, open_redu
 from lightning_llmscale.errors import PeerFailureError
 from tests.support.pool import Outcome, RankPool
 
-ALGORITHMS: list[tuple[Algorithm, bool]] = [("ring", True), ("ring", False), ("shared_memory", True)]
+ALGORITHMS: list[tuple[Algorithm, bool]] = [
+    ("ring", True),
+    ("ring", False),
+    ("shared_memory", True),
+    ("direct", False),
+]
 """Each own algorithm, and whether the ranks share a host (else they use TCP)."""
 
 NOTICED_SECONDS = 2.0
@@ -48,6 +53,8 @@ def connect() -> TCPStore:
 
 def open_here(algorithm: Algorithm, one_host: bool, store: TCPStore, peer_timeout: float = 30.0) -> Reducer:
     hosts = ["here"] * world_size() if one_host else [f"host{peer}" for peer in range(world_size())]
+    if algorithm == "two_level":
+        hosts = ["left"] * 2 + ["right"] * 2
     return open_reducer(
         algorithm, rank=rank(), world_size=world_size(), store=store, hosts=hosts, peer_timeout=peer_timeout
     )
@@ -121,6 +128,15 @@ def test_a_killed_rank_is_named_at_once_on_every_survivor(
         words, seconds = outcome.value
         assert "rank 1" in words
         assert "all-reduce" in words
+        assert seconds < NOTICED_SECONDS
+
+
+def test_a_killed_rank_is_named_through_both_levels(pool4: RankPool) -> None:
+    outcomes = pool4.outcomes(lose_rank_1, "two_level", False, True, timeout=50)
+    for outcome in (outcomes[0], outcomes[2], outcomes[3]):
+        assert outcome.ok, str(outcome)
+        words, seconds = outcome.value
+        assert "rank 1" in words
         assert seconds < NOTICED_SECONDS
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,19 +101,19 @@ class FaultyReducer:
     def __init__(self, inner: Reducer) -> None:
         self.inner = inner
 
-    def close(self) -> None:
-        self.inner.close()
+    def close(self, reason: str | None = None) -> None:
+        self.inner.close(reason)
 
 
 class Summing(FaultyReducer):
-    def all_reduce(self, flat: Tensor, scale: float) -> None:
-        self.inner.all_reduce(flat, 1.0)
+    def all_reduce(self, flat: Tensor, scale: float, stream: Hashable | None = None) -> None:
+        self.inner.all_reduce(flat, 1.0, stream)
 
 
 class KeepingOwn(FaultyReducer):
-    def all_reduce(self, flat: Tensor, scale: float) -> None:
+    def all_reduce(self, flat: Tensor, scale: float, stream: Hashable | None = None) -> None:
         own = flat.clone()
-        self.inner.all_reduce(flat, scale)
+        self.inner.all_reduce(flat, scale, stream)
         flat.copy_(own)
 
 

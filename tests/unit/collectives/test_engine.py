@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Hashable
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ class RecordingReducer:
         self.fail_at: int | None = None
         self.closed = 0
 
-    def all_reduce(self, flat: Tensor, scale: float) -> None:
+    def all_reduce(self, flat: Tensor, scale: float, stream: Hashable | None = None) -> None:
         self.gate.wait(20)
         self.threads.add(threading.current_thread().name)
         self.intra_op_threads = torch.get_num_threads()
@@ -32,7 +33,7 @@ class RecordingReducer:
             raise PeerFailureError("Rank 1 died.")
         flat.mul_(scale)
 
-    def close(self) -> None:
+    def close(self, reason: str | None = None) -> None:
         self.closed += 1
         self.gate.set()
 

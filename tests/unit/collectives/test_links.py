@@ -93,7 +93,7 @@ def test_a_peer_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     store = HashStore()
 
     def meet(rank: int) -> None:
-        rendezvous = Rendezvous(store, rank=rank, world_size=2, watch=watch(rank), purpose="test")
+        rendezvous = Rendezvous(store, [0, 1], watch(rank), "test")
         if rank == 1:
             rendezvous.exchange("address", {"wire": 99, "host": "a", "secret": "00" * 16})
         else:

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from torch.distributed import HashStore, Store
 
-from lightning_llmscale.collectives.reducer import Algorithm, Reducer, open_reducer
+from lightning_llmscale.collectives.reducer import Algorithm, Reducer, ReducerOptions, open_reducer
 
-__all__ = ["one_host", "open_everywhere", "run_ranks", "several_hosts"]
+__all__ = ["one_host", "open_everywhere", "run_ranks", "several_hosts", "two_hosts"]
 
 T = TypeVar("T")
 
@@ -23,6 +23,10 @@ def several_hosts(world_size: int) -> list[str]:
     return [f"host{rank}" for rank in range(world_size)]
 
 
+def two_hosts(world_size: int) -> list[str]:
+    return ["left"] * (world_size // 2) + ["right"] * (world_size - world_size // 2)
+
+
 def run_ranks(world_size: int, function: Callable[[int], T]) -> list[T | BaseException]:
     """Call ``function(rank)`` in one thread per rank; what each returned or raised, by rank."""
     with ThreadPoolExecutor(world_size) as executor:
@@ -31,7 +35,12 @@ def run_ranks(world_size: int, function: Callable[[int], T]) -> list[T | BaseExc
 
 
 def open_everywhere(
-    algorithm: Algorithm, hosts: Sequence[str], *, store: Store | None = None, peer_timeout: float = 20.0
+    algorithm: Algorithm,
+    hosts: Sequence[str],
+    *,
+    store: Store | None = None,
+    peer_timeout: float = 20.0,
+    options: ReducerOptions | None = None,
 ) -> list[Reducer]:
     """One reducer per rank, connected with each other."""
     store = store if store is not None else HashStore()
@@ -44,7 +53,7 @@ def open_everywhere(
             store=store,
             hosts=hosts,
             peer_timeout=peer_timeout,
-            failure=lambda: None,
+            options=options or ReducerOptions(),
         )
 
     reducers = []
