@@ -7,6 +7,7 @@ __all__ = ["ShardReader", "map_file", "open_index"]
 import mmap
 import os
 import uuid
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -104,6 +105,10 @@ class ShardReader:
 
     def open(self, shard: int) -> tuple[ShardIndex, memoryview]:
         """Return the index of a shard and a view of its bytes."""
+        entry = self._opened(shard)
+        return entry.index, entry.view
+
+    def _opened(self, shard: int) -> _Opened:
         entry = self._open.get(shard)
         if entry is None:
             while len(self._open) >= self._limit:  # before another is pinned: the cache may be small
@@ -113,7 +118,7 @@ class ShardReader:
                 raise DataError(f"{self.shards[shard]} changed while it was read; start the run again.")
         else:
             self._open.move_to_end(shard)
-        return entry.index, entry.view
+        return entry
 
     def _open_local(self, shard: int) -> _Opened:
         path = Path(self.shards[shard].removeprefix("file://"))
@@ -149,14 +154,13 @@ class ShardReader:
             raise DataError("Shards that are remote or compressed need a cache; give cache_dir.")
         return self._cache, self._fetcher
 
-    def sample(self, shard: int, number: int) -> dict[str, memoryview]:
-        """Return the members of a sample, keyed by extension, as views of the map."""
-        index, view = self.open(shard)
-        members = range(int(index.first_member[number]), int(index.first_member[number + 1]))
-        return {
-            index.extensions[index.extension[m]]: view[int(index.offset[m]) : int(index.offset[m]) + int(index.size[m])]
-            for m in members
-        }
+    def sample(self, shard: int, number: int) -> tuple[str, dict[str, memoryview]]:
+        """Return the key of a sample and its members, keyed by extension, as views of the map."""
+        entry = self._opened(shard)
+        first, start, end, extension = entry.columns
+        index, view = entry.index, entry.view
+        names, members = index.extensions, range(first[number], first[number + 1])
+        return index.key(number), {names[extension[m]]: view[start[m] : end[m]] for m in members}
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_open": OrderedDict()}
@@ -166,11 +170,21 @@ class ShardReader:
             _close(entry)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Opened:
     index: ShardIndex
     view: memoryview
     pin: int | None
+
+    def __post_init__(self) -> None:
+        index = self.index
+        # array.array gives Python ints three times as fast as numpy, and takes no more memory
+        self.columns = (
+            array("q", index.first_member.tobytes()),
+            array("q", index.offset.tobytes()),
+            array("q", (index.offset + index.size).tobytes()),
+            array("H", index.extension.tobytes()),
+        )
 
 
 def _close(entry: _Opened) -> None:

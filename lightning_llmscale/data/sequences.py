@@ -10,6 +10,8 @@ __all__ = ["IGNORED", "ConcatSource", "PackedSource", "PaddedSource", "TextSourc
 
 import hashlib
 from abc import abstractmethod
+from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -151,59 +153,61 @@ class _ConcatLine(Line):
     def __init__(self, source: ConcatSource, epoch: int | None) -> None:
         self._source, self._epoch = source, epoch
         order = source.shard_order(epoch)
-        self._edges = np.concatenate([[0], np.cumsum(source.token_counts[order])])
+        edges = np.concatenate([[0], np.cumsum(source.token_counts[order])]).astype(np.int64)
+        self._edges = array("q", edges.tobytes())
         # a sequence belongs to the shard in which it starts
-        self._first = np.minimum(-(-self._edges // source.seq_len), source.items)
+        self._first = np.minimum(-(-edges // source.seq_len), source.items)
         super().__init__(np.diff(self._first), order)
-        self._documents: _Recent[tuple[Int, Int, Int]] = _Recent()
+        self._documents: _Recent[tuple[array[int], array[int], array[int]]] = _Recent()
 
     def read(self, place: int, item: int) -> dict[str, Any]:
         source = self._source
         start = int(self._first[place] + item) * source.seq_len
         if place < 0:
             start = source.items * source.seq_len - (source.seq_len - source.remainder)
-        tokens, documents, positions = self._window(start, source.seq_len + 1)
+        tokens = np.empty(source.seq_len + 1, np.int64)
+        ids = np.empty((2, source.seq_len + 1), np.int64) if source.document_ids else None
+        self._fill(start, tokens, ids)
         labels = tokens[1:]
         if place < 0:
             labels = labels.copy()
             labels[: source.seq_len - source.remainder] = IGNORED
         result = {"input_ids": torch.from_numpy(tokens[:-1]), "labels": torch.from_numpy(labels)}
-        if source.document_ids:
-            result["document_ids"] = torch.from_numpy(documents[:-1])
-            result["position_ids"] = torch.from_numpy(positions[:-1])
+        if ids is not None:
+            result["document_ids"] = torch.from_numpy(ids[0, :-1])
+            result["position_ids"] = torch.from_numpy(ids[1, :-1])
         return result
 
-    def _window(self, start: int, length: int) -> tuple[Int, Int, Int]:
-        """Tokens ``start`` to ``start + length`` of the epoch's stream, with document and position ids."""
-        out, documents, positions = (np.zeros(length, np.int64) for _ in range(3))
-        place = int(np.searchsorted(self._edges, start, "right")) - 1
-        filled, offset, count = 0, start - int(self._edges[place]), 0
+    def _fill(self, start: int, out: Int, ids: Int | None) -> None:
+        """Write the tokens of the epoch's stream from ``start`` on, and the document and the place in it of each."""
+        place = bisect_right(self._edges, start) - 1
+        filled, offset, count, length = 0, start - self._edges[place], 0, len(out)
         while filled < length:
             members, lengths, ends = self._shuffled_documents(place)
-            number = int(np.searchsorted(ends, offset, "right"))
+            shard, number = int(self.shards[place]), bisect_right(ends, offset)
             while filled < length and number < len(members):
-                size, end = int(lengths[number]), int(ends[number])
+                size, end = lengths[number], ends[number]
                 first = offset - (end - size)
                 take = min(size - first, length - filled)
-                part = slice(filled, filled + take)
-                self._source.copy_document(out[part], int(self.shards[place]), int(members[number]), size, first)
-                documents[part] = count
-                positions[part] = np.arange(take)  # what came before the sequence cannot be attended to
+                self._source.copy_document(out[filled : filled + take], shard, members[number], size, first)
+                if ids is not None:
+                    ids[0, filled : filled + take] = count
+                    ids[1, filled : filled + take] = np.arange(take)  # what came before is not in this sequence
                 filled, offset, number, count = filled + take, end, number + 1, count + 1
             place, offset = place + 1, 0
-        return out, documents, positions
 
-    def _shuffled_documents(self, place: int) -> tuple[Int, Int, Int]:
+    def _shuffled_documents(self, place: int) -> tuple[array[int], array[int], array[int]]:
         """Members and lengths of a shard's documents in this epoch's order, and where each ends in its stream."""
 
-        def make() -> tuple[Int, Int, Int]:
+        def make() -> tuple[array[int], array[int], array[int]]:
             shard = int(self.shards[place])
             members, lengths = self._source.documents(shard)
             if self._epoch is not None:
                 key = derive_key(self._source.seed, self._epoch, _DOCUMENTS, shard)
                 order = permute(np.arange(len(members)), len(members), key)
                 members, lengths = members[order], lengths[order]
-            return members, lengths, np.cumsum(lengths)
+            columns = (members, lengths, np.cumsum(lengths))
+            return tuple(array("q", column.astype(np.int64).tobytes()) for column in columns)  # type: ignore[return-value]
 
         return self._documents.get_or(place, make)
 

@@ -126,13 +126,13 @@ class _SampleLine(Line):
 
     def read(self, place: int, item: int) -> Any:
         shard, source = int(self.shards[place]), self._source
-        index, _ = source.reader.open(shard)
         for attempt in range(_ATTEMPTS):
             number = item
             if attempt:
-                number = derive_key(source.seed, self._epoch or 0, _REPLACE, shard, item, attempt) % len(index)
-            members = source.reader.sample(shard, number)
-            kept, result = source.process(index.key(number), source.shards[shard], members)
+                draw = derive_key(source.seed, self._epoch or 0, _REPLACE, shard, item, attempt)
+                number = draw % int(source.samples[shard])
+            key, members = source.reader.sample(shard, number)
+            kept, result = source.process(key, source.shards[shard], members)
             if kept:
                 return result
             if self._epoch is None:

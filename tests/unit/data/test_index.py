@@ -16,7 +16,8 @@ from tests.unit.data.archives import write_tar
 def read_all(path: Path) -> list[tuple[str, dict[str, bytes]]]:
     reader = ShardReader([str(path)])
     index, _ = reader.open(0)
-    return [(index.key(i), {ext: bytes(v) for ext, v in reader.sample(0, i).items()}) for i in range(len(index))]
+    samples = [reader.sample(0, number) for number in range(len(index))]
+    return [(key, {extension: bytes(raw) for extension, raw in members.items()}) for key, members in samples]
 
 
 def webdataset_reads(path: Path) -> list[tuple[str, dict[str, bytes]]]:
