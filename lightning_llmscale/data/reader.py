@@ -87,6 +87,11 @@ class ShardReader:
         self.fetches = any(self._cached)
         """Whether some shards come through the cache."""
 
+    @property
+    def connections(self) -> tuple[ShardCache | None, Fetcher | None]:
+        """Cache and fetcher, for another reader of the same shards."""
+        return self._cache, self._fetcher
+
     def index(self, shard: int) -> ShardIndex:
         """Return the index of a shard; the shard itself is fetched only when there is no index of it."""
         if shard in self._open or not self._cached[shard]:

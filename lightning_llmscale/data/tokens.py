@@ -122,7 +122,7 @@ class TextTokens(TokenReader):
 
     def __init__(self, name: str, vocab_size: int, separator: int | None, encode: Callable[[str], list[int]]) -> None:
         super().__init__(name, vocab_size, separator)
-        self._encode = encode
+        self.encode = encode
         self._last: tuple[tuple[int, int], memoryview, Tokens] | None = None
 
     def lengths(self, index: ShardIndex, members: Int, view: Callable[[], memoryview], shard: str) -> Int:
@@ -143,7 +143,7 @@ class TextTokens(TokenReader):
         return np.array(counts, np.int64)
 
     def _tokens(self, raw: memoryview) -> Tokens:
-        return np.array(self._encode(str(raw, "utf-8")), np.int64)
+        return np.array(self.encode(str(raw, "utf-8")), np.int64)
 
     def read(self, raw: memoryview, start: int, count: int) -> Tokens:
         """See :meth:`TokenReader.read`; the last document is kept, as its parts are often read one after the other."""

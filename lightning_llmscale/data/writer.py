@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-__all__ = ["pack_text_files"]
+__all__ = ["check_pattern", "pack_text_files", "write_shard"]
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lightning_llmscale.errors import ConfigurationError, DataError
+
+_REPRODUCIBLE: dict[str, Any] = {"mtime": 0, "user": "", "group": ""}
 
 
 def pack_text_files(
@@ -38,13 +42,7 @@ def pack_text_files(
     """
     import webdataset
 
-    try:
-        if pattern % 0 == pattern % 1:
-            raise TypeError
-    except (TypeError, ValueError):
-        raise ConfigurationError(
-            f"pattern={pattern!r} has no place for the shard's number; use for example 'shards/train-%06d.tar'."
-        ) from None
+    check_pattern(pattern)
     named = files.items() if isinstance(files, Mapping) else ((f"{n:08d}", path) for n, path in enumerate(files))
     written: list[Path] = []
 
@@ -66,14 +64,11 @@ def pack_text_files(
             maxsize=shard_bytes,
             post=publish,
             verbose=0,
-            opener=lambda name: open(name, "wb"),  # noqa: SIM115  (the default opener runs "pipe:" commands)
-            mtime=0,
-            user="",
-            group="",
+            opener=_open,
+            **_REPRODUCIBLE,
         )
         try:
-            writer.write(first)
-            for sample in samples:
+            for sample in chain([first], samples):
                 writer.write(sample)
         except BaseException:
             Path(writer.fname).unlink(missing_ok=True)
@@ -84,6 +79,55 @@ def pack_text_files(
             f"Cannot write shards to {pattern}: {error.strerror}; choose a folder you can write."
         ) from error
     return written
+
+
+def check_pattern(pattern: str) -> None:
+    """Refuse a pattern without a printf place for the shard's number.
+
+    Raises:
+        ConfigurationError: Both shard 0 and shard 1 would have this name.
+    """
+    try:
+        if pattern % 0 == pattern % 1:
+            raise TypeError
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"pattern={pattern!r} has no place for the shard's number; use for example 'shards/train-%06d.tar'."
+        ) from None
+
+
+def write_shard(path: Path, samples: Iterable[Mapping[str, Any]]) -> None:
+    """Write one shard, which appears under its name only when complete.
+
+    Args:
+        path: The shard.
+        samples: webdataset's dicts of ``__key__`` and bytes.
+    """
+    import webdataset
+
+    partial = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _removed_on_failure(partial), _open(str(partial)) as file:
+            with webdataset.TarWriter(file, **_REPRODUCIBLE) as writer:
+                for sample in samples:
+                    writer.write(sample)
+        partial.replace(path)
+    except OSError as error:
+        raise DataError(f"Cannot write {path}: {error.strerror}; choose a folder you can write.") from error
+
+
+@contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _open(name: str) -> IO[bytes]:
+    return open(name, "wb")
 
 
 def _read(named: Iterable[tuple[str, str | os.PathLike[str]]]) -> Iterator[dict[str, Any]]:
