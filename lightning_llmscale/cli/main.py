@@ -32,6 +32,7 @@ COMMANDS: dict[str, Command] = {
     "verify": Command(
         "prove that a strategy computes what one plain process computes", "lightning_llmscale.cli.verify"
     ),
+    "data": Command("pack, index, verify and inspect WebDataset shards", "lightning_llmscale.cli.data"),
     "strategies": Command(
         "list the strategies: when to use each, what it refuses", "lightning_llmscale.cli.strategies"
     ),

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from lightning_llmscale.data.inspection import index_shards
+from lightning_llmscale.data.reader import ShardReader
 from lightning_llmscale.data.tokens import TextTokens, make_token_reader
 from lightning_llmscale.data.writer import check_pattern, write_shard
 from lightning_llmscale.errors import ConfigurationError, DataError
@@ -107,7 +108,7 @@ def convert(
             done += 1
             if progress is not None:
                 progress(done, len(planned))
-    index_shards([str(path) for path in paths])
+    index_shards(ShardReader([str(path) for path in paths]))
     return paths
 
 

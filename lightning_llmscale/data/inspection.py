@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["ShardReport", "Summary", "index_shards", "inspect_shards", "plot_lengths", "verify_shards"]
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from lightning_llmscale.data.decoding import Decoder
 from lightning_llmscale.data.index import ShardIndex, index_path, save_index
 from lightning_llmscale.data.order import Int
 from lightning_llmscale.data.reader import ShardReader, map_file
+from lightning_llmscale.data.remote import is_compressed, is_remote
 from lightning_llmscale.data.tar import scan_tar
 from lightning_llmscale.data.tokens import make_token_reader
 from lightning_llmscale.errors import DataError
@@ -80,11 +81,11 @@ def _each(count: int, work: Callable[[int], T], jobs: int, progress: Progress | 
             yield result
 
 
-def index_shards(shards: Sequence[str], jobs: int = 4, progress: Progress | None = None) -> int:
-    """Write an index beside each local shard, which spares each process of each run from scanning it.
+def index_shards(reader: ShardReader, jobs: int = 4, progress: Progress | None = None) -> int:
+    """Write an index beside each shard, which spares each process of each run from scanning (or fetching) it.
 
     Args:
-        shards: Paths of tar files; see :func:`.shards.expand_shards`.
+        reader: The shards, local or remote.
         jobs: Threads.
         progress: Told how far it is.
 
@@ -96,13 +97,18 @@ def index_shards(shards: Sequence[str], jobs: int = 4, progress: Progress | None
     """
 
     def work(number: int) -> int:
-        path = Path(shards[number])
+        shard = reader.shards[number]
+        if is_compressed(shard):
+            raise DataError(f"{shard} is compressed and cannot be indexed in place; unpack it.")
+        if is_remote(shard):
+            return ShardReader([shard], *reader.connections).publish_index(0)
+        path = Path(shard)
         view = map_file(path)
-        index = ShardIndex.from_members(scan_tar(view, str(path)), len(view), str(path))
+        index = ShardIndex.from_members(scan_tar(view, shard), len(view), shard)
         save_index(index, index_path(path))
         return len(index)
 
-    return sum(_each(len(shards), work, jobs, progress))
+    return sum(_each(len(reader.shards), work, jobs, progress))
 
 
 def verify_shards(

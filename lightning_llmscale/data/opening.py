@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Packing", "SourceOptions"]
+__all__ = ["Packing", "SourceOptions", "open_shards"]
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,15 +56,41 @@ class SourceOptions:
             patterns: Its shards.
             in_use: Shards that a process keeps open at a time; shards in the cache cannot be evicted while they are.
         """
-        shards = expand_shards(patterns, name)
-        cache = fetcher = None
-        if any(is_remote(shard) or is_compressed(shard) for shard in shards):
-            folder = Path(self.cache_dir) if self.cache_dir else Path.home() / ".cache" / "lightning_llmscale"
-            cache = ShardCache(folder, parse_bytes("cache_limit", self.cache_limit))
-            fetcher = Fetcher(self.storage_options)
-        tolerant = self.processing.on_bad == "skip"
-        reader = ShardReader(shards, cache, fetcher, tolerant, in_use if cache else _OPEN_LOCAL)
+        reader = open_shards(
+            expand_shards(patterns, name),
+            cache_dir=self.cache_dir,
+            cache_limit=self.cache_limit,
+            storage_options=self.storage_options,
+            tolerant=self.processing.on_bad == "skip",
+            in_use=in_use,
+        )
         if self.seq_len is None:
             return SampleSource(reader, self.seed, self.processing)
         make = _SOURCES[self.packing]
         return make(reader, self.seed, self.seq_len, self.tokens, self.text_key, self.document_ids, name)
+
+
+def open_shards(
+    shards: Sequence[str],
+    *,
+    cache_dir: str | None = None,
+    cache_limit: str = "200GB",
+    storage_options: dict[str, Any] | None = None,
+    tolerant: bool = False,
+    in_use: int = 8,
+) -> ShardReader:
+    """Make a reader of shards, with a cache where some are remote or compressed.
+
+    Args:
+        shards: Paths and URLs.
+        cache_dir: Folder of the cache; ``~/.cache/lightning_llmscale`` when ``None``.
+        cache_limit: Bytes that the cache may hold.
+        storage_options: Options of fsspec.
+        tolerant: Read damaged shards as far as they go.
+        in_use: Shards of the cache to keep open at a time.
+    """
+    cache = fetcher = None
+    if any(is_remote(shard) or is_compressed(shard) for shard in shards):
+        folder = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "lightning_llmscale"
+        cache, fetcher = ShardCache(folder, parse_bytes("cache_limit", cache_limit)), Fetcher(storage_options)
+    return ShardReader(shards, cache, fetcher, tolerant, in_use if cache else _OPEN_LOCAL)

@@ -154,6 +154,14 @@ class ShardReader:
         if self._cached[shard] and not self._caching()[0].contains(self.shards[shard]):
             os.close(self._pin(shard)[1])
 
+    def publish_index(self, shard: int) -> int:
+        """Write the index of a remote shard beside it; returns its number of samples."""
+        cache, fetcher = self._caching()
+        url = self.shards[shard]
+        count = len(self.open(shard)[0])
+        fetcher.write(f"{url}.idx", index_path(cache.path(url)).read_bytes())
+        return count
+
     def _caching(self) -> tuple[ShardCache, Fetcher]:
         if self._cache is None or self._fetcher is None:
             raise DataError("Shards that are remote or compressed need a cache; give cache_dir.")

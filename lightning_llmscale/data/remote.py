@@ -72,6 +72,18 @@ class Fetcher:
         except _MissingError:
             return None
 
+    def write(self, url: str, data: bytes) -> None:
+        """Write a small file.
+
+        Raises:
+            DataError: The place cannot be written.
+        """
+        system, path = self._system(url)
+        try:
+            system.pipe_file(path, data)
+        except Exception as error:
+            raise DataError(f"{url} cannot be written ({type(error).__name__}: {error}); check credentials.") from error
+
     def _chunks(self, url: str, writer: CacheWriter | None) -> Iterator[bytes]:
         system, path = self._system(url)
         size = self._attempt(url, lambda: system.info(path)["size"])

@@ -109,7 +109,7 @@ def test_a_missing_input_is_named() -> None:
 
 def test_index_and_verify(tmp_path: Path) -> None:
     shards = write_numbered(tmp_path, [3, 4, 5])
-    assert index_shards(shards) == 12
+    assert index_shards(ShardReader(shards)) == 12
     reports = verify_shards(ShardReader(shards), sha256=True, decode=True)
     assert [(report.samples, report.problems) for report in reports] == [(3, ()), (4, ()), (5, ())]
     assert all(len(report.sha256 or "") == 64 for report in reports)
