@@ -28,7 +28,7 @@ _GLOBAL_BATCH = 16
 _SEQ_LEN = 64
 _VALIDATIONS = 6
 _SHORTEST_INTERVAL = 24  # a validation costs as much as so many steps
-_COMPARED_STEPS = 50  # runs of other world sizes round differently; over more steps training amplifies the last bits
+_COMPARED_STEPS = 100  # runs of other world sizes round differently; over more steps training amplifies the last bits
 _PROMPT = "def "
 
 
@@ -113,6 +113,7 @@ def run_config(options: argparse.Namespace, corpus: Corpus, folder: Path) -> dic
             "strategy": strategy_config(options.strategy),
             "accelerator": "cpu",
             "devices": options.devices,
+            "gradient_clip_val": 1.0,
             "max_steps": options.steps,
             "max_time": {"seconds": max(1, round(options.minutes * 60))},
             "val_check_interval": max(options.steps // _VALIDATIONS, min(options.steps, _SHORTEST_INTERVAL)),

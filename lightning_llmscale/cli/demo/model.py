@@ -98,7 +98,11 @@ class ByteGPT(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+        # with the usual eps of 1e-8 Adam turns the rounding of near-zero gradients into whole steps, and runs on
+        # different numbers of processes part ways earlier
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1
+        )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.warmup_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
