@@ -119,11 +119,8 @@ def _verify(options: argparse.Namespace) -> int:
         print(f"{report.sha256 or '-' * 64}  {report.shard}")
     for problem in problems:
         print(problem)
-    damaged = sum(bool(report.problems) for report in reports)
-    print(
-        f"{sum(report.samples for report in reports):,} samples in {len(reports):,} shards, {len(problems):,} problems in "
-        f"{damaged:,} shards"
-    )
+    samples, damaged = sum(report.samples for report in reports), sum(bool(report.problems) for report in reports)
+    print(f"{samples:,} samples in {len(reports):,} shards, {len(problems):,} problems in {damaged:,} shards")
     return 1 if problems else 0
 
 
