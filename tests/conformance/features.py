@@ -49,7 +49,7 @@ FEATURES: dict[str, str] = {
     "reduce_lr_on_plateau": "`ReduceLROnPlateau`",
     "logging": "one log folder, one row per step, ranks above 0 keep quiet, profilers",
     "timer": "`Timer` and `max_time`",
-    "batch_size_finder": "`Tuner.scale_batch_size`",
+    "batch_size_finder": "`BatchSizeFinder`",
     "resume": "a checkpoint resumes on another number of processes, in either direction",
     "checkpoint": "checkpoints open in a plain process; own keys and filters; a save on rank 0 only does not hang",
     "stateful_loader": "a loader with a position resumes in the middle of an epoch",

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    BatchSizeFinder,
     EarlyStopping,
     EMAWeightAveraging,
     LearningRateMonitor,
@@ -239,7 +240,8 @@ def test_ranks_agree_when_time_is_up(conformance: Conformance) -> None:
 
 
 def find_batch_size(strategy: StrategySpec) -> None:
-    Tuner(new_trainer(strategy)).scale_batch_size(Mlp(), max_trials=2, steps_per_trial=1, batch_arg_name="batch")
+    finder = BatchSizeFinder(max_trials=2, steps_per_trial=1, batch_arg_name="batch")
+    new_trainer(strategy, callbacks=[finder]).fit(Mlp())
 
 
 @pytest.mark.feature("batch_size_finder")

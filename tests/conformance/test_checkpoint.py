@@ -235,3 +235,30 @@ def test_saving_on_rank_0_only_ends_with_a_message(conformance: Conformance) -> 
     if outcome.error is not None:
         words = outcome.error.message
         assert any(w in words for w in ("every rank", "all ranks", "each rank")), words
+
+
+def stop_in_the_middle(strategy: StrategySpec, path: str, samples: int) -> None:
+    trainer = new_trainer(strategy, max_steps=3, max_epochs=-1, callbacks=[SaveAtStep3(path)])
+    trainer.fit(Scheduled(samples=samples))
+
+
+def continue_from_the_middle(strategy: StrategySpec, path: str, samples: int) -> Fit:
+    module = Scheduled(samples=samples)
+    trainer = new_trainer(strategy, max_epochs=2)
+    trainer.fit(module, ckpt_path=path)
+    return summary(trainer, module)
+
+
+@pytest.mark.feature("resume")
+@pytest.mark.parametrize("samples", [48, 45])
+def test_resume_in_the_middle_of_an_epoch_as_one_process_does(
+    conformance: Conformance, pool1: RankPool, tmp_path: Path, samples: int
+) -> None:
+    """An ordinary loader has no position; what Lightning makes of that in one process is what ranks must make of it."""
+    path, alone = str(tmp_path / "ranks.ckpt"), str(tmp_path / "alone.ckpt")
+    conformance.ranks(stop_in_the_middle, path, samples)
+    got = conformance.ranks(continue_from_the_middle, path, samples)
+    pool1.run(stop_in_the_middle, PLAIN, alone, samples)
+    want = pool1.run(continue_from_the_middle, PLAIN, alone, samples)[0]
+    assert {result.steps for result in got} == {want.steps}
+    assert_same_weights(got[0].weights, want.weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.conformance.harness import Conformance
 from tests.conformance.jobs import StrategySpec, fit, new_trainer, rank
@@ -130,6 +131,42 @@ def test_several_validation_loaders(conformance: Conformance) -> None:
     for validated, tested in conformance.ranks(fit_then_test):
         assert validated == pytest.approx(want)
         assert {name: value for part in tested for name, value in part.items()} == pytest.approx(want)
+
+
+class StreamedNumbers(IterableDataset[Any]):
+    """Rank ``r`` streams ``sizes[r]`` numbers of its own."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+
+    def numbers(self, of_rank: int) -> list[float]:
+        return [100.0 * of_rank + i for i in range(self.sizes[of_rank])]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.numbers(rank()))
+
+
+class ValidatesStreams(Mlp):
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(StreamedNumbers(self.sizes), batch_size=2)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean", batch.mean(), sync_dist=True)
+        self.log("sum", batch.sum(), sync_dist=True, reduce_fx="sum")
+
+
+@pytest.mark.feature("exact_metrics")
+@pytest.mark.parametrize("sizes", [(5, 3), (5, 0), (0, 5)])
+def test_streams_of_different_lengths_are_validated_exactly(conformance: Conformance, sizes: tuple[int, int]) -> None:
+    of_ranks = sizes * (conformance.world_size // 2)
+    numbers = [x for r in range(conformance.world_size) for x in StreamedNumbers(of_ranks).numbers(r)]
+    want = {"mean": sum(numbers) / len(numbers), "sum": sum(numbers)}
+    for result in conformance.ranks(fit, ValidatesStreams, {"sizes": of_ranks}):
+        assert result.metrics == pytest.approx(want, rel=1e-6)
 
 
 class LogsOnSomeRanks(Mlp):

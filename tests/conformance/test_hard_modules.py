@@ -157,7 +157,7 @@ class PeeksAtData(Mlp):
     """Looks at its training data while it trains, as for data-dependent scales or sample images."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx in (0, 2):
+        if batch_idx in (0, 3):
             x, _ = next(iter(self.trainer.train_dataloader))
             self.notes = float(x.mean())
 
