@@ -45,8 +45,8 @@ def test_one_process_and_two_give_the_same_loss_curve(tmp_path: Path) -> None:
 
     curves = [read_curves(tmp_path / f"out/ring_allreduce-{n}/logs/metrics.csv") for n in (1, 2)]
     assert len(curves[0].train) == len(curves[1].train) == 24
-    difference = largest_difference(*curves, first_steps=24)
-    assert difference is not None
+    difference, steps = largest_difference(*curves, first_steps=24)
+    assert steps == 24
     assert difference < 1e-4
     assert curves[0].val == pytest.approx(curves[1].val, rel=1e-4)
 

@@ -215,11 +215,11 @@ def _losses(curves: Curves, entropy: float) -> str:
 
 
 def _compare(curves: Curves, other: Path) -> None:
-    difference = largest_difference(curves, read_curves(other), _COMPARED_STEPS)
-    if difference is not None:
+    difference, steps = largest_difference(curves, read_curves(other), _COMPARED_STEPS)
+    if steps:
         print(
             f"same result?     largest relative difference of the training loss from {other.parent.parent.name}: "
-            f"{difference:.1e} over the first {_COMPARED_STEPS} steps"
+            f"{difference:.1e} over the first {steps} steps"
         )
 
 

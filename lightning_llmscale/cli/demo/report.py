@@ -53,12 +53,20 @@ def read_curves(metrics: Path) -> Curves:
     return Curves(train, val, statistics.median(speeds) if speeds else None)
 
 
-def largest_difference(left: Curves, right: Curves, first_steps: int) -> float | None:
-    """Returns the largest relative difference of the training losses over the first common steps, if there are any."""
+def largest_difference(left: Curves, right: Curves, first_steps: int) -> tuple[float, int]:
+    """Compares the training losses of two runs.
+
+    Args:
+        left: A run; differences are relative to its losses.
+        right: Another run.
+        first_steps: How many of the steps that both have are compared, from the first on.
+
+    Returns:
+        The largest relative difference, and the number of steps compared (0 if they have none in common).
+    """
     common = sorted(left.train.keys() & right.train.keys())[:first_steps]
-    if not common:
-        return None
-    return max(abs(left.train[step] - right.train[step]) / abs(left.train[step]) for step in common)
+    differences = [abs(left.train[step] - right.train[step]) / abs(left.train[step]) for step in common]
+    return max(differences, default=0.0), len(common)
 
 
 def plot(curves: Curves, entropy: float, path: Path) -> bool:

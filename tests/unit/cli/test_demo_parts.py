@@ -101,9 +101,9 @@ def test_curves_are_bits_per_byte_and_the_median_speed(tmp_path: Path) -> None:
 def test_curves_are_compared_over_the_first_common_steps() -> None:
     left = Curves(train={0: 4.0, 1: 2.0, 2: 2.0, 3: 1.0})
     right = Curves(train={1: 2.0, 2: 2.1, 3: 9.0})
-    assert largest_difference(left, right, first_steps=1) == 0.0
-    assert largest_difference(left, right, first_steps=2) == pytest.approx(0.05)
-    assert largest_difference(left, Curves(), first_steps=2) is None
+    assert largest_difference(left, right, first_steps=1) == (0.0, 1)
+    assert largest_difference(left, right, first_steps=2) == (pytest.approx(0.05), 2)
+    assert largest_difference(left, Curves(), first_steps=2) == (0.0, 0)
 
 
 def test_the_text_chart_falls_from_the_top_left_to_the_bottom_right() -> None:
