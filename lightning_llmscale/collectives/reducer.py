@@ -158,8 +158,12 @@ def open_reducer(
     peer_timeout: float = 30.0,
     failure: Callable[[], str | None] = lambda: None,
     options: ReducerOptions = _DEFAULTS,
+    members: Sequence[int] | None = None,
 ) -> Reducer:
-    """Connect all ranks and return their reducer; every rank calls it with the same arguments but ``rank``.
+    """Connect ranks and return their reducer; each of them calls it with the same arguments but ``rank``.
+
+    After a loss the survivors close their broken reducers, agree on who is left, and call this again with ``members``:
+    that takes milliseconds, no process restarts, and messages keep naming ranks as before.
 
     Args:
         algorithm: One of :data:`ALGORITHMS`, see :func:`choose_algorithm`. If ``"auto"`` takes shared memory and the
@@ -171,19 +175,24 @@ def open_reducer(
         peer_timeout: Seconds of silence after which a peer counts as lost.
         failure: Returns a sentence once a peer is known dead, else ``None``; polled while waiting.
         options: The other options.
+        members: The ranks that take part, this one among them; by default all.
 
     Raises:
         ConfigurationError: Wrong arguments, or the algorithm cannot work here.
         PeerFailureError: A rank did not show up within ``peer_timeout``.
     """
-    chosen = choose_algorithm(algorithm, world_size=world_size, hosts=hosts, options=options)
-    if not 0 <= rank < world_size:
-        raise ConfigurationError(f"rank is {rank} and must be in 0..{world_size - 1}.")
+    if len(hosts) != world_size:
+        raise ConfigurationError(f"world_size is {world_size} and hosts names {len(hosts)} ranks; they must be equal.")
+    members = tuple(range(world_size)) if members is None else tuple(members)
+    if not 0 <= rank < world_size or rank not in members or not set(members) <= set(range(world_size)):
+        raise ConfigurationError(f"rank is {rank} and must be one of {list(members)}, all in 0..{world_size - 1}.")
+    near = [hosts[member] for member in members]
+    chosen = choose_algorithm(algorithm, world_size=len(members), hosts=near, options=options)
     if peer_timeout <= 0:
         raise ConfigurationError(f"peer_timeout is {peer_timeout} s and must be positive.")
-    if world_size == 1:
+    if len(members) == 1:
         return SingleRankReducer()
-    group = Group(tuple(range(world_size)), tuple(hosts), store, Watch(rank, peer_timeout, failure))
+    group = Group(members, tuple(near), store, Watch(rank, peer_timeout, failure))
     if chosen == "shared_memory":
         try:
             return SharedMemoryReducer(group)
@@ -211,9 +220,11 @@ def _open(chosen: str, group: Group, options: ReducerOptions) -> Reducer:
         )
     order = options.ring_order
     if order == "auto":
-        order = best_ring_order(measure_links(group).bandwidth)
+        order = [group.members[position] for position in best_ring_order(measure_links(group).bandwidth)]
         _log.info("Ring order by measured bandwidth: %s", order)
-    members = group.members if order is None else check_ring_order(order, group.size)
+    elif order is not None:
+        check_ring_order(order, group.members)
     return RingReducer(
-        group.subset(members), segment_bytes=512 << 10 if options.segment_bytes is None else options.segment_bytes
+        group if order is None else group.subset(order),
+        segment_bytes=512 << 10 if options.segment_bytes is None else options.segment_bytes,
     )

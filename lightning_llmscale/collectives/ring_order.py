@@ -12,17 +12,16 @@ __all__ = ["best_ring_order", "check_ring_order", "ring_bottleneck"]
 _EXHAUSTIVE_UP_TO = 8
 
 
-def check_ring_order(order: Sequence[int], world_size: int) -> list[int]:
-    """Return ``order`` if it names each rank once.
+def check_ring_order(order: Sequence[int], members: Sequence[int]) -> None:
+    """Accept an order that names each member once.
 
     Raises:
         ConfigurationError: It does not.
     """
-    if sorted(order) != list(range(world_size)):
+    if sorted(order) != sorted(members):
         raise ConfigurationError(
-            f"ring_order is {list(order)} and must name each of the ranks 0..{world_size - 1} once; or use 'auto'."
+            f"ring_order is {list(order)} and must name each of the ranks {list(members)} once; or use 'auto'."
         )
-    return list(order)
 
 
 def ring_bottleneck(order: Sequence[int], bandwidth: Sequence[Sequence[float]]) -> tuple[float, float]:

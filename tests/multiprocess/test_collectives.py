@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -51,12 +51,24 @@ def connect() -> TCPStore:
     )
 
 
-def open_here(algorithm: Algorithm, one_host: bool, store: TCPStore, peer_timeout: float = 30.0) -> Reducer:
+def open_here(
+    algorithm: Algorithm,
+    one_host: bool,
+    store: TCPStore,
+    peer_timeout: float = 30.0,
+    members: Sequence[int] | None = None,
+) -> Reducer:
     hosts = ["here"] * world_size() if one_host else [f"host{peer}" for peer in range(world_size())]
     if algorithm == "two_level":
         hosts = ["left"] * 2 + ["right"] * 2
     return open_reducer(
-        algorithm, rank=rank(), world_size=world_size(), store=store, hosts=hosts, peer_timeout=peer_timeout
+        algorithm,
+        rank=rank(),
+        world_size=world_size(),
+        store=store,
+        hosts=hosts,
+        peer_timeout=peer_timeout,
+        members=members,
     )
 
 
@@ -137,6 +149,38 @@ def test_a_killed_rank_is_named_through_both_levels(pool4: RankPool) -> None:
         assert outcome.ok, str(outcome)
         words, seconds = outcome.value
         assert "rank 1" in words
+        assert seconds < NOTICED_SECONDS
+
+
+def go_on_without_rank_1(algorithm: Algorithm, one_host: bool) -> tuple[float, float]:
+    """Survivors connect anew in the same processes; the sum and how long the connecting took."""
+    store = connect()
+    reducer = open_here(algorithm, one_host, store)
+    reducer.all_reduce(torch.ones(10), 1.0)
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    flat = torch.full((100_000,), float(rank() + 1))
+    with pytest.raises(PeerFailureError, match="rank 1"):
+        reducer.all_reduce(flat.clone(), 1.0)
+    reducer.close()
+    started = time.monotonic()
+    reducer = open_here(algorithm, one_host, store, members=[0, 2])
+    seconds = time.monotonic() - started
+    reducer.all_reduce(flat, 1.0)
+    reducer.close()
+    store.add("survivors", 1)
+    while rank() == 0 and store.add("survivors", 0) < 2:  # rank 0 serves the store
+        time.sleep(0.01)
+    return flat.max().item(), seconds
+
+
+@pytest.mark.parametrize(("algorithm", "one_host"), ALGORITHMS)
+def test_survivors_go_on_in_the_same_processes(pool3: RankPool, algorithm: Algorithm, one_host: bool) -> None:
+    outcomes = pool3.outcomes(go_on_without_rank_1, algorithm, one_host, timeout=50)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.ok, str(outcome)
+        total, seconds = outcome.value
+        assert total == 4.0
         assert seconds < NOTICED_SECONDS
 
 

@@ -230,7 +230,9 @@ def test_one_rank_only_scales() -> None:
     [
         ({"algorithm": "rings"}, ", ".join(repr(name) for name in ALGORITHMS)),
         ({"hosts": ["a"]}, "hosts names 1 ranks"),
-        ({"rank": 2}, r"must be in 0\.\.1"),
+        ({"rank": 2}, r"one of \[0, 1\]"),
+        ({"members": [1]}, r"rank is 0 and must be one of \[1\]"),
+        ({"members": [0, 5]}, r"all in 0\.\.1"),
         ({"peer_timeout": 0.0}, "must be positive"),
         ({"algorithm": "shared_memory", "hosts": ["a", "b"]}, "one machine"),
         ({"algorithm": "stock"}, "init_process_group"),
