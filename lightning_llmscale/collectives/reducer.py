@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.distributed import Store
 
 from lightning_llmscale.collectives.chunks import check_flat
 from lightning_llmscale.collectives.codecs import Wire, make_codec
+from lightning_llmscale.collectives.costs import choose_by_cost
 from lightning_llmscale.collectives.direct import DirectReducer
 from lightning_llmscale.collectives.links import Watch
 from lightning_llmscale.collectives.probe import measure_links
@@ -37,6 +38,8 @@ Algorithm = Literal["auto", "stock", "ring", "direct", "two_level", "shared_memo
 """How gradients are summed over ranks; see :func:`choose_algorithm` for ``"auto"``."""
 
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+
+_TYPICAL_BYTES = 25 << 20  # DDP's default bucket
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +68,12 @@ class ReducerOptions:
     """Ranks near each other, for ``"two_level"``; ``None``: those that share a host."""
 
     @property
+    def leaves_layout_open(self) -> bool:
+        """Whether measured links may decide: no option already implies an algorithm."""
+        given = (self.ring_order, self.islands, self.segment_bytes)
+        return not self.deterministic and all(option is None for option in given)
+
+    @property
     def feeds_back(self) -> bool:
         """Whether error feedback is on."""
         return self.wire == "int8" if self.error_feedback is None else self.error_feedback
@@ -89,12 +98,13 @@ class SingleRankReducer:
 def choose_algorithm(
     algorithm: str, *, world_size: int, hosts: Sequence[str], options: ReducerOptions = _DEFAULTS
 ) -> str:
-    """Resolve ``"auto"`` for CPU tensors and refuse options without effect.
+    """Resolve ``"auto"`` for CPU tensors as far as that is possible without measuring; refuse options without effect.
 
     ``"auto"`` takes what the options imply (a lossy wire or ``deterministic``: direct; an order: the ring; islands:
     two-level); else shared memory among the ranks of one host, two-level where each of several hosts holds equally many
-    ranks, at least two, and the ring in all other cases. (Tensors that NCCL serves are the strategy's decision: there
-    the stock all-reduce is the right one.)
+    ranks, at least two, and the ring in all other cases; between hosts :func:`open_reducer` then measures the links and
+    may think better of it. (Tensors that NCCL serves are the strategy's decision: there the stock all-reduce is the
+    right one.)
 
     Args:
         algorithm: One of :data:`ALGORITHMS`.
@@ -166,8 +176,10 @@ def open_reducer(
     that takes milliseconds, no process restarts, and messages keep naming ranks as before.
 
     Args:
-        algorithm: One of :data:`ALGORITHMS`, see :func:`choose_algorithm`. If ``"auto"`` takes shared memory and the
-            system lacks the memory, it falls back to the ring with a warning.
+        algorithm: One of :data:`ALGORITHMS`. ``"auto"`` takes what :func:`choose_algorithm` says; between hosts, where
+        no
+            option implies an algorithm, it measures all links and takes the cheapest by the cost model, and logs why.
+            Where the system lacks the shared memory, it falls back to the ring with a warning.
         rank: This rank.
         world_size: Number of ranks.
         store: A store that all ranks reach, used while opening only. It may be used again for later reducers.
@@ -193,6 +205,8 @@ def open_reducer(
     if len(members) == 1:
         return SingleRankReducer()
     group = Group(members, tuple(near), store, Watch(rank, peer_timeout, failure))
+    if algorithm == "auto" and len(set(near)) > 1 and options.leaves_layout_open:
+        chosen, options = _measured_choice(group, options)
     if chosen == "shared_memory":
         try:
             return SharedMemoryReducer(group)
@@ -202,6 +216,28 @@ def open_reducer(
             _log.warning("Falling back from shared memory to the ring: %s", error)
             chosen = "direct" if options.deterministic else "ring"
     return _open(chosen, group, options)
+
+
+def _measured_choice(group: Group, options: ReducerOptions) -> tuple[str, ReducerOptions]:
+    """Measure all links, choose by the cost model, and say so."""
+    speeds = measure_links(group)
+    choice = choose_by_cost(_TYPICAL_BYTES, speeds, group.hosts, options.wire)
+    links = [bandwidth for row in speeds.bandwidth for bandwidth in row if bandwidth]
+    costs = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in sorted(choice.seconds.items()))
+    if group.position == 0:
+        _log.info(
+            "Chose algorithm %r for %d ranks on %d hosts with links of %.1f to %.1f MB/s and up to %.2f ms: "
+            "25 MiB would take %s.",
+            choice.algorithm,
+            group.size,
+            len(set(group.hosts)),
+            min(links) / 1e6,
+            max(links) / 1e6,
+            1e3 * max(map(max, speeds.latency)),
+            costs,
+        )
+    order = None if choice.ring_order is None else [group.members[position] for position in choice.ring_order]
+    return choice.algorithm, replace(options, ring_order=order, islands=choice.islands)
 
 
 def _open(chosen: str, group: Group, options: ReducerOptions) -> Reducer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 
 import pytest
 import torch
@@ -144,3 +145,17 @@ def test_options_without_effect_are_refused(algorithm, options, words) -> None: 
 def test_impossible_layouts_are_refused_on_every_rank(algorithm, hosts, options, words) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigurationError, match=words):
         open_everywhere(algorithm, hosts, options=options)
+
+
+def test_auto_between_hosts_measures_and_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        reducers = open_everywhere("auto", several_hosts(4))
+    tensors = [torch.full((1001,), float(rank + 1)) for rank in range(4)]
+    run_ranks(4, lambda rank: reducers[rank].all_reduce(tensors[rank], 0.5))
+    for reducer in reducers:
+        reducer.close()
+    assert all(tensor.tolist() == [5.0] * 1001 for tensor in tensors)
+    (line,) = [record.getMessage() for record in caplog.records if "Chose algorithm" in record.getMessage()]
+    assert "4 ranks on 4 hosts" in line
+    assert "direct" in line
+    assert "ring" in line
