@@ -126,8 +126,9 @@ def permanent(pid: int) -> bool:
 
 
 def segments() -> list[str]:
+    """Names in /dev/shm, without semaphores: multiprocessing's resource tracker removes those in its own time."""
     try:
-        return os.listdir("/dev/shm")
+        return [name for name in os.listdir("/dev/shm") if not name.startswith("sem.")]
     except OSError:
         return []
 

@@ -119,7 +119,8 @@ def test_threads_and_processes_left_behind_are_a_failure(pool1: RankPool, functi
 def test_ranks_die_with_the_test_run(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     script = f"from tests.support import test_pool as t; t.RankPool(1).run(t.write_pid_and_sleep, {str(pid_file)!r})"
-    run = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
+    # the run is killed and leaves its folder behind, so that goes where pytest removes it
+    run = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)})
     wait_until(pid_file.exists)
     pid = int(pid_file.read_text())
     assert not zombie(pid)
