@@ -14,7 +14,7 @@ def test_few_names_are_all_listed_and_of_many_only_the_likely() -> None:
     assert did_you_mean("dorp", ["drop", "error"]) == "; did you mean 'drop'? Valid: drop, error."
     assert did_you_mean("zzz", ["drop", "error"]) == ". Valid: drop, error."
     many = [f"option_{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
-    assert did_you_mean("option", [*many, "opinion"]).startswith("; did you mean 'opinion'")
+    assert did_you_mean("option_k", many).startswith("; did you mean 'option_k' or ")
     assert "Valid" not in did_you_mean("option", many)
     assert did_you_mean("zzz", many) == "."
 
