@@ -66,6 +66,7 @@ class WebDatasetDataModule(LightningDataModule):
             Face ``tokenizer.json``; or ``"tiktoken:<encoding>"``.
         text_key: Extension of the member that holds the document.
         document_ids: Add ``document_ids`` and ``position_ids`` to the batches, (B, T), for attention inside documents.
+        members: Extensions of the samples to read and decode, the others are left out; all when ``None``.
         filter: Keeps the decoded samples for which it returns true. A rejected sample of the training data is
             replaced by another of its shard, so that batches keep their size; validation and test leave it out.
         transform: Applied to each decoded sample.
@@ -109,6 +110,7 @@ class WebDatasetDataModule(LightningDataModule):
         tokenizer: str = "bytes",
         text_key: str = "txt",
         document_ids: bool = False,
+        members: Sequence[str] | None = None,
         filter: Callable[[dict[str, Any]], bool] | None = None,
         transform: Callable[[dict[str, Any]], Any] | None = None,
         pipeline: Sequence[PipelineStage] = (),
@@ -146,6 +148,7 @@ class WebDatasetDataModule(LightningDataModule):
         else:
             without_effect(
                 "with seq_len, where documents are read as tokens; filter and transform them when packing",
+                members=members,
                 filter=filter,
                 transform=transform,
                 pipeline=pipeline,
@@ -166,7 +169,7 @@ class WebDatasetDataModule(LightningDataModule):
             text_key=text_key,
             document_ids=document_ids,
             processing=Processing(
-                trusted=trusted, filter=filter, transform=transform, pipeline=pipeline, on_bad=on_bad
+                members=members, trusted=trusted, filter=filter, transform=transform, pipeline=pipeline, on_bad=on_bad
             ),
             cache_dir=cache_dir,
             cache_limit=cache_limit,

@@ -16,12 +16,13 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from lightning_llmscale.data.reader import OpenShard
 from lightning_llmscale.errors import ConfigurationError, DataError, LlmscaleError
 
 _LARGEST = 1 << 30
@@ -142,37 +143,49 @@ class Decoder:
 
     Args:
         trusted: Unpickle ``pyd`` and ``pickle`` members. A pickle runs any code its writer chose.
+        members: Extensions to decode, the others are left out; all when ``None``.
     """
 
-    def __init__(self, trusted: bool = False) -> None:
-        self._trusted = trusted
-        self._by_extension: dict[str, Callable[[memoryview], Any]] = {}
+    def __init__(self, trusted: bool = False, members: Sequence[str] | None = None) -> None:
+        self._trusted, self._members = trusted, members
+        self._tables: dict[tuple[str, ...], list[Callable[[memoryview], Any] | None]] = {}
 
-    def __call__(self, key: str, shard: str, members: Mapping[str, memoryview]) -> dict[str, Any]:
+    def __call__(self, shard: OpenShard, number: int) -> dict[str, Any]:
         """Decode a sample into webdataset's form: ``__key__``, ``__url__`` and one entry for each extension.
 
         Raises:
             DataError: A member's bytes do not have the form its extension says, or a pickle is not trusted.
         """
-        sample: dict[str, Any] = {"__key__": key, "__url__": shard}
-        for extension, raw in members.items():
-            decode = self._by_extension.get(extension) or self._choose(extension)
-            try:
-                sample[extension] = decode(raw)
-            except LlmscaleError:
-                raise
-            except _UNDECODABLE as error:
-                raise DataError(
-                    f"{shard}: member .{extension} of sample {key!r} cannot be decoded ({error}); repair or remove it."
-                ) from error
+        names = shard.index.extensions
+        decoders = self._tables.get(names) or self._table(names)
+        view, start, end, extension = shard.view, shard.start, shard.end, shard.extension
+        sample: dict[str, Any] = {"__key__": shard.key(number), "__url__": shard.name}
+        member = 0
+        try:
+            for member in range(shard.first_member[number], shard.first_member[number + 1]):
+                kind = extension[member]
+                decode = decoders[kind]
+                if decode is not None:
+                    sample[names[kind]] = decode(view[start[member] : end[member]])
+        except LlmscaleError:
+            raise
+        except _UNDECODABLE as error:
+            raise DataError(
+                f"{shard.name}: member .{names[extension[member]]} of sample {shard.key(number)!r} cannot be decoded "
+                f"({error}); repair or remove it."
+            ) from error
         return sample
 
+    def _table(self, names: tuple[str, ...]) -> list[Callable[[memoryview], Any] | None]:
+        """Decoder of each extension of a shard; None for those not wanted."""
+        wanted = self._members
+        self._tables[names] = [self._choose(name) if wanted is None or name in wanted else None for name in names]
+        return self._tables[names]
+
     def _choose(self, extension: str) -> Callable[[memoryview], Any]:
-        packed = extension.endswith(".gz")
         kind = extension.removesuffix(".gz").rpartition(".")[2]
         decode = self._unpickle if kind in _PICKLES else _DECODERS.get(kind, bytes)
-        self._by_extension[extension] = (lambda raw: decode(_gunzip(raw))) if packed else decode
-        return self._by_extension[extension]
+        return (lambda raw: decode(_gunzip(raw))) if extension.endswith(".gz") else decode
 
     def _unpickle(self, raw: memoryview) -> Any:
         if not self._trusted:
@@ -180,4 +193,4 @@ class Decoder:
         return pickle.loads(raw)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_by_extension": {}}
+        return self.__dict__ | {"_tables": {}}

@@ -16,7 +16,7 @@ import numpy as np
 from lightning_llmscale.data.decoding import Decoder
 from lightning_llmscale.data.index import ShardIndex, index_path, save_index
 from lightning_llmscale.data.order import Int
-from lightning_llmscale.data.reader import ShardReader, map_file
+from lightning_llmscale.data.reader import OpenShard, ShardReader, map_file
 from lightning_llmscale.data.remote import is_compressed, is_remote
 from lightning_llmscale.data.tar import scan_tar
 from lightning_llmscale.data.tokens import make_token_reader
@@ -151,16 +151,12 @@ def verify_shards(
 
 
 def _undecodable(shard: str, index: ShardIndex, view: memoryview) -> Iterator[str]:
-    decoder = Decoder()
+    decoder, opened = Decoder(), OpenShard(shard, index, view, None)
     for sample in range(len(index)):
-        members = range(int(index.first_member[sample]), int(index.first_member[sample + 1]))
-        for member in members:
-            start = int(index.offset[member])
-            name = index.extensions[index.extension[member]]
-            try:
-                decoder(index.key(sample), shard, {name: view[start : start + int(index.size[member])]})
-            except DataError as error:
-                yield str(error)
+        try:
+            decoder(opened, sample)
+        except DataError as error:
+            yield str(error)
 
 
 def inspect_shards(

@@ -217,7 +217,7 @@ class _BatchStream(IterableDataset[Any]):
                 yield None, self._plan.take_problems(), error
 
     def _build(self, addresses: Int) -> Any:
-        items = [item for address in addresses.tolist() if (item := self._plan.read(address)) is not REJECTED]
+        items = [item for item in self._plan.read(addresses) if item is not REJECTED]
         if not items:
             raise DataError(
                 f"All {len(addresses)} samples of a rank's evaluation batch were rejected; use a larger "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 __all__ = ["MixedPlan", "Stage", "Stop", "shares"]
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -140,9 +140,13 @@ class MixedPlan(Plan):
             rows[use, 1:] = self._plans[dataset].locate(own[use])
         return rows
 
-    def read(self, address: Sequence[int]) -> Any:
+    def read(self, addresses: Int) -> list[Any]:
         """See :meth:`Plan.read`."""
-        return self._plans[address[0]].read(address[1:])
+        cuts = np.flatnonzero(np.diff(addresses[:, 0])) + 1
+        items: list[Any] = []
+        for part in np.split(addresses, cuts):
+            items += self._plans[int(part[0, 0])].read(part[:, 1:])
+        return items
 
     def shards_of(self, addresses: Int) -> list[tuple[ShardReader, int]]:
         """See :meth:`Plan.shards_of`."""

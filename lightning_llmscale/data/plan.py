@@ -41,8 +41,8 @@ class Plan(ABC):
         """Addresses of items, one row for each position, for :meth:`read`."""
 
     @abstractmethod
-    def read(self, address: Sequence[int]) -> Any:
-        """Return the item at an address."""
+    def read(self, addresses: Int) -> list[Any]:
+        """Return the items at addresses."""
 
     def shards_of(self, addresses: Int) -> list[tuple[ShardReader, int]]:
         """Shards that come through the cache and are needed for items, in the order of their need."""
@@ -73,9 +73,9 @@ class StoredPlan(Plan):
         """See :meth:`Plan.locate`; rows are (place, item)."""
         return np.stack(self._order.locate(positions), axis=1)
 
-    def read(self, address: Sequence[int]) -> Any:
+    def read(self, addresses: Int) -> list[Any]:
         """See :meth:`Plan.read`."""
-        return self._line.read(address[0], address[1])
+        return self._line.read_many(addresses[:, 0], addresses[:, 1])
 
     def shards_of(self, addresses: Int) -> list[tuple[ShardReader, int]]:
         """See :meth:`Plan.shards_of`."""
@@ -122,10 +122,14 @@ class ShuffledPlan(Plan):
             rows[use, 1], rows[use, 2] = self._epoch(number)[1].locate(position[use])
         return rows
 
-    def read(self, address: Sequence[int]) -> Any:
+    def read(self, addresses: Int) -> list[Any]:
         """See :meth:`Plan.read`."""
-        epoch, place, item = address
-        return self._epoch(epoch)[0].read(place, item)
+        # positions are dealt epoch by epoch, so the items of an epoch are neighbours
+        cuts = np.flatnonzero(np.diff(addresses[:, 0])) + 1
+        items: list[Any] = []
+        for part in np.split(addresses, cuts):
+            items += self._epoch(int(part[0, 0]))[0].read_many(part[:, 1], part[:, 2])
+        return items
 
     def shards_of(self, addresses: Int) -> list[tuple[ShardReader, int]]:
         """See :meth:`Plan.shards_of`."""

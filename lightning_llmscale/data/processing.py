@@ -10,11 +10,12 @@ from __future__ import annotations
 __all__ = ["BadSamples", "OnBad", "PipelineStage", "Processing"]
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_llmscale.data.decoding import Decoder
+from lightning_llmscale.data.reader import OpenShard
 from lightning_llmscale.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,8 @@ _SHOWN = 5
 class Processing:
     """Steps from the members of a sample to an item of a batch."""
 
-    decode: bool = True
-    """Whether members are decoded by extension; otherwise they stay bytes."""
+    members: Sequence[str] | None = None
+    """Extensions to read; all when ``None``."""
     trusted: bool = False
     """Whether pickles are loaded."""
     filter: Callable[[dict[str, Any]], bool] | None = None
@@ -45,14 +46,14 @@ class Processing:
     """Bad samples met and not yet reported, in the process that met them."""
 
     def __post_init__(self) -> None:
-        self._decoder = Decoder(self.trusted)
-        if self.pipeline and (self.filter or self.transform or self.trusted):
+        self._decoder = Decoder(self.trusted, self.members)
+        if self.pipeline and (self.filter or self.transform or self.trusted or self.members):
             raise ConfigurationError(
-                "pipeline= takes the place of decoding, filter=, transform= and trusted=; put them into the pipeline."
+                "pipeline= takes the place of members=, filter=, transform= and trusted=; put them into the pipeline."
             )
 
-    def __call__(self, key: str, shard: str, members: Mapping[str, memoryview]) -> tuple[bool, Any]:
-        """Make an item.
+    def __call__(self, shard: OpenShard, number: int) -> tuple[bool, Any]:
+        """Make an item of a sample.
 
         Returns:
             Whether the sample is kept, and the item.
@@ -62,11 +63,8 @@ class Processing:
         """
         try:
             if self.pipeline:
-                return self._through_pipeline(key, shard, members)
-            if self.decode:
-                sample = self._decoder(key, shard, members)
-            else:
-                sample = {"__key__": key, "__url__": shard} | {name: bytes(raw) for name, raw in members.items()}
+                return self._through_pipeline(shard, number)
+            sample = self._decoder(shard, number)
         except DataError as error:
             if self.on_bad == "raise":
                 raise
@@ -76,16 +74,17 @@ class Processing:
             return False, None
         return True, sample if self.transform is None else self.transform(sample)
 
-    def _through_pipeline(self, key: str, shard: str, members: Mapping[str, memoryview]) -> tuple[bool, Any]:
-        sample = {"__key__": key, "__url__": shard} | {name: bytes(raw) for name, raw in members.items()}
+    def _through_pipeline(self, shard: OpenShard, number: int) -> tuple[bool, Any]:
+        sample: dict[str, Any] = {"__key__": shard.key(number), "__url__": shard.name}
+        sample |= {name: bytes(raw) for name, raw in shard.members(number).items()}
         stream: Iterator[Any] = iter([sample])
         for stage in self.pipeline:
             stream = iter(stage(stream))
         results = list(stream)
         if len(results) > 1:
             raise ConfigurationError(
-                f"pipeline made {len(results)} samples of {key!r}; a stage must give one sample for one, or none. "
-                f"Batches and shuffling are the DataModule's."
+                f"pipeline made {len(results)} samples of {sample['__key__']!r}; a stage must give one sample for one, "
+                f"or none. Batches and shuffling are the DataModule's."
             )
         return bool(results), results[0] if results else None
 

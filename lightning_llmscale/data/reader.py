@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ShardReader", "map_file", "open_index"]
+__all__ = ["OpenShard", "ShardReader", "map_file", "open_index"]
 
 import mmap
 import os
@@ -57,6 +57,39 @@ def _undamaged(members: Iterator[Member], damages: list[str]) -> Iterator[Member
         damages.append(str(error))
 
 
+@dataclass
+class OpenShard:
+    """A shard in memory: its index and a view of its bytes."""
+
+    name: str
+    """Path or URL."""
+    index: ShardIndex
+    """Where samples lie."""
+    view: memoryview
+    """All bytes of the shard."""
+    pin: int | None
+    """Descriptor that keeps a cached shard from being evicted."""
+
+    def __post_init__(self) -> None:
+        index = self.index
+        # array.array gives Python ints three times as fast as numpy, and takes no more memory
+        self.first_member = array("q", index.first_member.tobytes())
+        self.start = array("q", index.offset.tobytes())
+        self.end = array("q", (index.offset + index.size).tobytes())
+        self.extension = array("H", index.extension.tobytes())
+        self.key_end = array("q", [0, *index.key_end.tolist()])
+
+    def key(self, sample: int) -> str:
+        """Key of a sample."""
+        return self.index.keys[self.key_end[sample] : self.key_end[sample + 1]].decode("utf-8", "surrogateescape")
+
+    def members(self, sample: int) -> dict[str, memoryview]:
+        """Members of a sample, keyed by extension, as views."""
+        names, view = self.index.extensions, self.view
+        numbers = range(self.first_member[sample], self.first_member[sample + 1])
+        return {names[self.extension[m]]: view[self.start[m] : self.end[m]] for m in numbers}
+
+
 class ShardReader:
     """Random access to the samples of many shards, the most recent of which stay open.
 
@@ -82,7 +115,7 @@ class ShardReader:
         self.shards = list(shards)
         self.damages: list[str] | None = [] if tolerant else None
         self._cache, self._fetcher, self._limit = cache, fetcher, open_shards
-        self._open: OrderedDict[int, _Opened] = OrderedDict()
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._cached = [is_remote(shard) or is_compressed(shard) for shard in self.shards]
         self.fetches = any(self._cached)
         """Whether some shards come through the cache."""
@@ -110,10 +143,11 @@ class ShardReader:
 
     def open(self, shard: int) -> tuple[ShardIndex, memoryview]:
         """Return the index of a shard and a view of its bytes."""
-        entry = self._opened(shard)
+        entry = self.opened(shard)
         return entry.index, entry.view
 
-    def _opened(self, shard: int) -> _Opened:
+    def opened(self, shard: int) -> OpenShard:
+        """Return a shard, opening it if needed."""
         entry = self._open.get(shard)
         if entry is None:
             while len(self._open) >= self._limit:  # before another is pinned: the cache may be small
@@ -125,13 +159,13 @@ class ShardReader:
             self._open.move_to_end(shard)
         return entry
 
-    def _open_local(self, shard: int) -> _Opened:
+    def _open_local(self, shard: int) -> OpenShard:
         path = Path(self.shards[shard].removeprefix("file://"))
-        return _Opened(open_index(path, self.damages), map_file(path), None)
+        return OpenShard(self.shards[shard], open_index(path, self.damages), map_file(path), None)
 
-    def _open_cached(self, shard: int) -> _Opened:
+    def _open_cached(self, shard: int) -> OpenShard:
         path, pin = self._pin(shard)
-        return _Opened(load_index(index_path(path)), map_file(path), pin)
+        return OpenShard(self.shards[shard], load_index(index_path(path)), map_file(path), pin)
 
     def _pin(self, shard: int) -> tuple[Path, int]:
         cache, fetcher = self._caching()
@@ -167,14 +201,6 @@ class ShardReader:
             raise DataError("Shards that are remote or compressed need a cache; give cache_dir.")
         return self._cache, self._fetcher
 
-    def sample(self, shard: int, number: int) -> tuple[str, dict[str, memoryview]]:
-        """Return the key of a sample and its members, keyed by extension, as views of the map."""
-        entry = self._opened(shard)
-        first, start, end, extension = entry.columns
-        index, view = entry.index, entry.view
-        names, members = index.extensions, range(first[number], first[number + 1])
-        return index.key(number), {names[extension[m]]: view[start[m] : end[m]] for m in members}
-
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_open": OrderedDict()}
 
@@ -183,23 +209,6 @@ class ShardReader:
             _close(entry)
 
 
-@dataclass
-class _Opened:
-    index: ShardIndex
-    view: memoryview
-    pin: int | None
-
-    def __post_init__(self) -> None:
-        index = self.index
-        # array.array gives Python ints three times as fast as numpy, and takes no more memory
-        self.columns = (
-            array("q", index.first_member.tobytes()),
-            array("q", index.offset.tobytes()),
-            array("q", (index.offset + index.size).tobytes()),
-            array("H", index.extension.tobytes()),
-        )
-
-
-def _close(entry: _Opened) -> None:
+def _close(entry: OpenShard) -> None:
     if entry.pin is not None:
         os.close(entry.pin)

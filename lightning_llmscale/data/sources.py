@@ -45,6 +45,10 @@ class Line(ABC):
     def read(self, place: int, item: int) -> Any:
         """Return an item of the shard at a place of the line; place -1 is what the remainder of the epoch fills."""
 
+    def read_many(self, places: Int, items: Int) -> list[Any]:
+        """Return items as :meth:`read` does."""
+        return [self.read(*at) for at in zip(places.tolist(), items.tolist(), strict=True)]
+
 
 class Source(ABC):
     """The items of a list of shards.
@@ -125,18 +129,28 @@ class _SampleLine(Line):
         super().__init__(source.samples[order], order)
 
     def read(self, place: int, item: int) -> Any:
-        shard, source = int(self.shards[place]), self._source
-        for attempt in range(_ATTEMPTS):
-            number = item
-            if attempt:
-                draw = derive_key(source.seed, self._epoch or 0, _REPLACE, shard, item, attempt)
-                number = draw % int(source.samples[shard])
-            key, members = source.reader.sample(shard, number)
-            kept, result = source.process(key, source.shards[shard], members)
+        shard = int(self.shards[place])
+        kept, result = self._source.process(self._source.reader.opened(shard), item)
+        return result if kept else self._replacement(shard, item)
+
+    def read_many(self, places: Int, items: Int) -> list[Any]:
+        process, opened = self._source.process, self._source.reader.opened
+        results = []
+        for shard, item in zip(self.shards[places].tolist(), items.tolist(), strict=True):
+            kept, result = process(opened(shard), item)
+            results.append(result if kept else self._replacement(shard, item))
+        return results
+
+    def _replacement(self, shard: int, item: int) -> Any:
+        """Draw another sample of the shard in place of one that was rejected."""
+        source = self._source
+        if self._epoch is None:
+            return REJECTED
+        for attempt in range(1, _ATTEMPTS):
+            number = derive_key(source.seed, self._epoch, _REPLACE, shard, item, attempt) % int(source.samples[shard])
+            kept, result = source.process(source.reader.opened(shard), number)
             if kept:
                 return result
-            if self._epoch is None:
-                return REJECTED
         raise DataError(
             f"{source.shards[shard]}: {_ATTEMPTS} samples in a row were rejected; loosen the filter, or take the shard "
             f"out."

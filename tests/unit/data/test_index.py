@@ -14,10 +14,11 @@ from tests.unit.data.archives import write_tar
 
 
 def read_all(path: Path) -> list[tuple[str, dict[str, bytes]]]:
-    reader = ShardReader([str(path)])
-    index, _ = reader.open(0)
-    samples = [reader.sample(0, number) for number in range(len(index))]
-    return [(key, {extension: bytes(raw) for extension, raw in members.items()}) for key, members in samples]
+    shard = ShardReader([str(path)]).opened(0)
+    return [
+        (shard.key(number), {name: bytes(raw) for name, raw in shard.members(number).items()})
+        for number in range(len(shard.index))
+    ]
 
 
 def webdataset_reads(path: Path) -> list[tuple[str, dict[str, bytes]]]:

@@ -35,8 +35,8 @@ def plan(folders: dict[str, list[str]], stage: Stage, stop: Stop = 1000) -> Mixe
 def drawn(mixed: MixedPlan, start: int, size: int) -> list[tuple[str, int]]:
     """Dataset and sample at each position."""
     names = list(SIZES)
-    rows = mixed.locate(np.arange(start, start + size)).tolist()
-    return [(names[row[0]], mixed.read(row)["cls"]) for row in rows]
+    rows = mixed.locate(np.arange(start, start + size))
+    return [(names[row[0]], item["cls"]) for row, item in zip(rows.tolist(), mixed.read(rows), strict=True)]
 
 
 def test_shares_are_rounded_by_largest_remainder() -> None:

@@ -15,6 +15,9 @@ import webdataset as wds
 
 from lightning_llmscale.data import WebDatasetDataModule
 from lightning_llmscale.data.decoding import Decoder, npy_layout
+from lightning_llmscale.data.index import ShardIndex
+from lightning_llmscale.data.reader import OpenShard
+from lightning_llmscale.data.tar import Member
 from lightning_llmscale.errors import ConfigurationError, DataError, LlmscaleError
 from tests.unit.data.archives import flat, write_numbered, write_tar
 
@@ -26,7 +29,12 @@ def npy(array: np.ndarray[Any, Any]) -> bytes:
 
 
 def decode(members: dict[str, bytes], trusted: bool = False) -> dict[str, Any]:
-    return Decoder(trusted)("k", "a.tar", {name: memoryview(raw) for name, raw in members.items()})
+    buffer, found = b"", []
+    for name, raw in members.items():
+        found.append(Member(f"k.{name}", len(buffer), len(raw)))
+        buffer += raw
+    index = ShardIndex.from_members(found, len(buffer), "a.tar")
+    return Decoder(trusted)(OpenShard("a.tar", index, memoryview(buffer), None), 0)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +165,11 @@ def test_validation_leaves_rejected_samples_out(tmp_path: Path) -> None:
     data.setup("validate")
     with pytest.raises(DataError, match="All 4 samples of a rank's evaluation batch were rejected"):
         list(data.val_dataloader())
+
+
+def test_only_the_wanted_members_are_read(tmp_path: Path) -> None:
+    assert set(epoch(bad_shards(tmp_path), batch=1, members=["json"])[0]) == {"__key__", "__url__"}
+    assert set(epoch(write_numbered(tmp_path, [8]), members=["json"])[0]) == {"__key__", "__url__", "json"}
 
 
 def test_transform_makes_the_item(tmp_path: Path) -> None:
