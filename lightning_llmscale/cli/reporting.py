@@ -48,10 +48,15 @@ def report_errors() -> Iterator[Outcome]:
         if meant is None or os.environ.get("LLMSCALE_DEBUG"):
             raise
         sentence, outcome.code = meant
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if _is_first_rank_of_host():
             fail(sentence, outcome.code)
         else:
             time.sleep(_SECONDS_FOR_THE_FIRST_RANK)
+
+
+def _is_first_rank_of_host() -> bool:
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    return local_rank == "0"
 
 
 def _for_the_user(error: Exception) -> tuple[str, int] | None:
@@ -64,5 +69,5 @@ def _for_the_user(error: Exception) -> tuple[str, int] | None:
             return str(cause), 2 if isinstance(cause, (ConfigurationError, MisconfigurationException)) else 1
         cause = cause.__cause__
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}; give a path this user can use.", 1
+        return f"{error.filename}: {error.strerror}; give a path that can be used (--debug shows where it was needed).", 1
     return None
