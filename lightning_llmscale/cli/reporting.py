@@ -69,5 +69,5 @@ def _for_the_user(error: Exception) -> tuple[str, int] | None:
             return str(cause), 2 if isinstance(cause, (ConfigurationError, MisconfigurationException)) else 1
         cause = cause.__cause__
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}; give a path that can be used (--debug shows where it was needed).", 1
+        return f"{error.filename}: {error.strerror}; give a path that can be used (--debug shows where).", 1
     return None
