@@ -17,7 +17,6 @@ import pickle
 import random
 import struct
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -44,20 +43,15 @@ class RankBatchSampler(Sampler[list[Any]]):
         replicas: Number of data replicas R.
         replica: Index of this one.
         exchange: Collective over all ranks, by which they take over rank 0's random state and compare orders.
-
-    Attributes:
-        llmscale_sizes: For each index list handed out and not yet taken back, the samples of each replica in that
-            global batch.
     """
 
     def __init__(self, source: Iterable[Any], *, replicas: int, replica: int, exchange: Exchange) -> None:
         self.source, self.replicas, self.replica, self._exchange = source, replicas, replica, exchange
-        self.llmscale_sizes: deque[tuple[int, ...]] = deque()
-        plain = type(source) is BatchSampler
+        self._uneven: dict[int, tuple[int, ...]] = {}
         self.sampler: Any = source.sampler if isinstance(source, BatchSampler) else source
         self.batch_size: int | None = source.batch_size if isinstance(source, BatchSampler) else None
         self.drop_last = isinstance(source, BatchSampler) and source.drop_last
-        self._regroup = plain
+        self._regroup = type(source) is BatchSampler
 
     def __len__(self) -> int:
         if not self._regroup:
@@ -66,28 +60,50 @@ class RankBatchSampler(Sampler[list[Any]]):
         return int(samples // size if self.drop_last else -(-samples // size))
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self.llmscale_sizes.clear()
-        for batch, sizes in self._regrouped() if self._regroup else self._grouped():
-            self.llmscale_sizes.append(sizes)
-            yield batch
+        return self._regrouped() if self._regroup else self._grouped()
+
+    def llmscale_sizes(self, index: int) -> tuple[int, ...] | None:
+        """Samples of each replica in global batch `index` of a pass; None if all replicas hold the same number.
+
+        Batches of a user's own batch sampler are known once they were drawn.
+        """
+        if not self._regroup:
+            return self._uneven.get(index % max(1, len(self)) if hasattr(self.source, "__len__") else index)
+        if not hasattr(self.sampler, "__len__") or len(self) == 0:
+            return None
+        whole = min(self._global_size, len(self.sampler) - index % len(self) * self._global_size)
+        return _uneven_or_none(tuple(len(range(r, whole, self.replicas)) for r in range(self.replicas)))
 
     @property
     def _global_size(self) -> int:
         return int(self.replicas * (self.batch_size or 1))
 
-    def _regrouped(self) -> Iterator[tuple[list[Any], tuple[int, ...]]]:
+    def _regrouped(self) -> Iterator[list[Any]]:
         order = iter(shared_order(self.sampler, self._exchange))
         while whole := list(itertools.islice(order, self._global_size)):
             if self.drop_last and len(whole) < self._global_size:
                 return
-            sizes = tuple(len(range(r, len(whole), self.replicas)) for r in range(self.replicas))
-            yield whole[self.replica :: self.replicas] or whole[:1], sizes
+            yield whole[self.replica :: self.replicas] or whole[:1]
 
-    def _grouped(self) -> Iterator[tuple[list[Any], tuple[int, ...]]]:
+    def _grouped(self) -> Iterator[list[Any]]:
         batches = iter(shared_order(self.source, self._exchange))
-        while group := list(itertools.islice(batches, self.replicas)):
-            sizes = tuple(len(batch) for batch in group) + (0,) * (self.replicas - len(group))
-            yield list(group[self.replica] if self.replica < len(group) else group[-1][:1]), sizes
+        for index in itertools.count():
+            group = list(itertools.islice(batches, self.replicas))
+            if not group:
+                return
+            _note(self._uneven, index, tuple(len(batch) for batch in group) + (0,) * (self.replicas - len(group)))
+            yield list(group[self.replica] if self.replica < len(group) else group[-1][:1])
+
+
+def _uneven_or_none(sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+    return sizes if min(sizes) != max(sizes) else None
+
+
+def _note(uneven: dict[int, tuple[int, ...]], index: int, sizes: tuple[int, ...]) -> None:
+    """Remember a batch that is uneven; what an earlier pass left for the same index is overwritten."""
+    uneven.pop(index, None)
+    if _uneven_or_none(sizes) is not None:
+        uneven[index] = sizes
 
 
 class _Singles:
@@ -109,9 +125,8 @@ class _Flat(Sampler[Any]):
     def __init__(self, batches: RankBatchSampler) -> None:
         self.batches = batches
 
-    @property
-    def llmscale_sizes(self) -> deque[tuple[int, ...]]:
-        return self.batches.llmscale_sizes
+    def llmscale_sizes(self, index: int) -> tuple[int, ...] | None:
+        return self.batches.llmscale_sizes(index)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -195,7 +210,7 @@ class SynchronizedLoader:
         UnevenDataError: While iterating, on every rank, if ranks differ and `uneven` is ``"error"``.
     """
 
-    _OWN = frozenset({"_loader", "_exchange", "_uneven", "_count", "llmscale_sizes", "_length"})
+    _OWN = frozenset({"_loader", "_exchange", "_on_uneven", "_count", "_uneven", "_length"})
 
     def __init__(
         self,
@@ -205,11 +220,14 @@ class SynchronizedLoader:
         uneven: Literal["drop", "error"],
         count: Callable[[Any], int],
     ) -> None:
-        self._loader, self._exchange, self._uneven, self._count = loader, exchange, uneven, count
-        self.llmscale_sizes: deque[tuple[int, ...]] = deque()
+        self._loader, self._exchange, self._on_uneven, self._count = loader, exchange, uneven, count
+        self._uneven: dict[int, tuple[int, ...]] = {}
+
+    def llmscale_sizes(self, index: int) -> tuple[int, ...] | None:
+        """Samples of each rank in batch `index` of this pass; None if all ranks hold the same number."""
+        return self._uneven.get(index)
 
     def __iter__(self) -> Iterator[Any]:
-        self.llmscale_sizes.clear()
         iterator = iter(self._loader)
         for number in itertools.count():
             batch = next(iterator, _END)
@@ -218,14 +236,14 @@ class SynchronizedLoader:
             if not all(has for has, _ in answers):
                 self._stop(number, [rank for rank, (has, _) in enumerate(answers) if not has], len(answers))
                 return
-            self.llmscale_sizes.append(tuple(samples for _, samples in answers))
+            _note(self._uneven, number, tuple(samples for _, samples in answers))
             yield batch
 
     def _stop(self, number: int, ended: list[int], world: int) -> None:
         if len(ended) == world:
             return
         fact = f"ranks {ended} ran out of batches after {number}, the other {world - len(ended)} still had some"
-        if self._uneven == "error":
+        if self._on_uneven == "error":
             raise UnevenDataError(f"{fact}; give all ranks equally many, or set uneven='drop' to end the epoch there")
         log.info("%s; the epoch ends there (uneven='drop')", fact)
 

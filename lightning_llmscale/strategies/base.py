@@ -58,6 +58,8 @@ class ScalableStrategy(AgreeingStrategy):
         self._trainer: Trainer | None = None
         self._sync_blocked = False
         self._injects_sampler: bool | None = None
+        self._pass: int | None = None
+        self._in_pass = 0
         self._evaluated: Counter[int] = Counter()
 
     # ---- refusals --------------------------------------------------------------------------------------------
@@ -99,7 +101,9 @@ class ScalableStrategy(AgreeingStrategy):
         self._excused = True
         if self._control is not None and not isinstance(exception, PeerFailureError):
             reason = str(exception).strip().splitlines()
-            what = f"{type(exception).__name__}: {reason[0]}" if reason else type(exception).__name__
+            # a data worker's own words stand at the end of what its parent raises
+            said = " ... ".join(dict.fromkeys((reason[0], reason[-1]))) if reason else ""
+            what = f"{type(exception).__name__}: {said}" if said else type(exception).__name__
             self._control.fail(f"rank {self.global_rank} raised {what} (it was {self._control.doing})")
         super().on_exception(exception)
 
@@ -135,22 +139,29 @@ class ScalableStrategy(AgreeingStrategy):
             return synchronized_loader(loader, exchange=self._exchange, uneven=self.uneven, count=_compat.sample_count)
         return loader
 
-    def _sizes(self, loaders: list[Any], batch_index: int) -> tuple[int, ...] | None:
-        """Samples of each replica in the current batch, or None where all hold the same number."""
-        known: list[tuple[int, ...]] = []
+    def _sizes(self, loaders: list[Any], batch_index: int, in_pass: int) -> tuple[int, ...] | None:
+        """Samples of each replica in the current batch, or None where all hold the same number.
+
+        Args:
+            loaders: Where the batch came from.
+            batch_index: Index in the epoch, which a resumed run goes on counting.
+            in_pass: Index in this pass over the loaders, which start anew in a resumed run.
+        """
+        known: set[tuple[int, ...]] = set()
         for loader in loaders:
             if hasattr(loader, "rank_weights"):
-                known.append(tuple(loader.rank_weights(batch_index)))
+                known.add(tuple(loader.rank_weights(batch_index)))
                 continue
             for holder in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
-                if sizes := getattr(holder, "llmscale_sizes", None):
-                    known.append(sizes.popleft())
+                sizes = holder.llmscale_sizes(in_pass) if hasattr(holder, "llmscale_sizes") else None
+                if sizes is not None:
+                    known.add(sizes)
                     break
         unequal = {sizes for sizes in known if min(sizes) != max(sizes)}
         if len(unequal) > 1:
             log.warning("several training loaders are uneven in different ways; ranks are weighted equally")
             return None
-        return unequal.pop() if unequal else (known[0] if known else None)
+        return unequal.pop() if unequal else None
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
@@ -158,13 +169,24 @@ class ScalableStrategy(AgreeingStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         trainer, weighting = self._running()
         batch_index = trainer.fit_loop.batch_idx
-        sizes = self._sizes(_compat.training_loaders(trainer), batch_index)
-        weighting.begin(sizes)
+        weighting.begin(self._sizes(_compat.training_loaders(trainer), batch_index, self._in_pass))
         with self._step(f"in training_step of batch {batch_index}", weighting.share):
             output = super().training_step(*args, **kwargs)
         module = self.lightning_module
         weighting.observe(output, automatic=module is None or module.automatic_optimization)
         return output
+
+    @override
+    def on_train_start(self) -> None:
+        self._pass = None
+        super().on_train_start()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        trainer, _ = self._running()
+        self._in_pass = self._in_pass + 1 if self._pass == trainer.current_epoch else 0
+        self._pass = trainer.current_epoch
+        super().on_train_batch_start(batch, batch_idx)
 
     @override
     def on_validation_start(self) -> None:
@@ -199,6 +221,7 @@ class ScalableStrategy(AgreeingStrategy):
             self.complete_gradients()
             loss = self.precision_plugin.post_backward(loss, module)
             self.post_backward(loss)
+        self.control.doing = f"past backward of batch {trainer.fit_loop.batch_idx}"
         return loss
 
     def complete_gradients(self) -> None:
@@ -232,7 +255,7 @@ class ScalableStrategy(AgreeingStrategy):
         index, loader = _compat.current_loader(trainer)
         batch_index = self._evaluated[index]
         self._evaluated[index] += 1
-        sizes = None if loader is None else self._sizes([loader], batch_index)
+        sizes = None if loader is None else self._sizes([loader], batch_index, batch_index)
         share = sizes[weighting.replica] * weighting.replicas / sum(sizes) if sizes and sum(sizes) else 1.0
         with self._step(f"in {step}", share):
             yield

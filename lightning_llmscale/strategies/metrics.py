@@ -128,6 +128,8 @@ class AlignedResults(ResultCollection):
                 raise TypeError(f"{meta.metric_attribute} is a {type(metric).__name__}, not a torchmetrics.Metric")
             item.value = metric
         item.to(module.device)
+        if description["dtype"] is not None:
+            item.value = item.value.to(description["dtype"])
         item._update_count = 1
         item.has_reset = False
         return item
@@ -164,6 +166,7 @@ def _describe(item: ResultMetric) -> dict[str, Any]:
     return {
         "meta": {name: getattr(meta, name) for name in _META_FIELDS},
         "is_tensor": item.is_tensor,
+        "dtype": item.value.dtype if item.is_tensor else None,
         "should": meta.sync.should,
         "op": meta.sync.op,
         "within_steps": _within_steps(item),
