@@ -38,7 +38,17 @@ class BucketReduction:
 
 def reduce_bucket(state: BucketReduction, bucket: GradBucket) -> Future[Tensor]:
     """Communication hook: ``ddp.register_comm_hook(BucketReduction(thread, 1 / world_size), reduce_bucket)``."""
+    if bucket.buffer().is_sparse:
+        return _reduce_sparse(bucket.buffer(), state.scale)
     return state.thread.submit(bucket.buffer(), state.scale, state.stream(bucket))
+
+
+def _reduce_sparse(gradient: Tensor, scale: float) -> Future[Tensor]:
+    """Rows differ by rank, so the sum is left to torch: at once, in the order of buckets, equal on all ranks."""
+    dist.all_reduce(gradient)
+    done: Future[Tensor] = Future()
+    done.set_result(gradient.mul_(scale))
+    return done
 
 
 @dataclass

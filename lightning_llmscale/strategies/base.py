@@ -153,8 +153,8 @@ class ScalableStrategy(AgreeingStrategy):
                 known.add(tuple(loader.rank_weights(batch_index)))
                 continue
             for holder in (loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)):
-                sizes = holder.llmscale_sizes(in_pass) if hasattr(holder, "llmscale_sizes") else None
-                if sizes is not None:
+                ask = getattr(holder, "llmscale_sizes", None)
+                if ask is not None and (sizes := ask(in_pass)) is not None:
                     known.add(sizes)
                     break
         unequal = {sizes for sizes in known if min(sizes) != max(sizes)}
