@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = ["run"]
 
 import argparse
+import contextlib
 import os
 import signal
 import statistics
@@ -30,6 +31,7 @@ _VALIDATIONS = 6
 _SHORTEST_INTERVAL = 24  # a validation costs as much as so many steps
 _COMPARED_STEPS = 100  # runs of other world sizes round differently; over more steps training amplifies the last bits
 _PROMPT = "def "
+_SECONDS_TO_LEAVE = 10.0
 
 
 def run(args: list[str]) -> int:
@@ -166,14 +168,22 @@ def _fit(config: Path) -> int:
     command = [sys.executable, "-m", "lightning_llmscale", "fit", "--config", str(config)]
     previous = signal.signal(signal.SIGTERM, _leave)
     try:
-        with subprocess.Popen(command, env=environment) as process:
+        with subprocess.Popen(command, env=environment, start_new_session=True) as process:
             try:
                 return process.wait()
-            except BaseException:
-                process.terminate()  # its ranks must not go on without the demo
-                raise
+            finally:
+                _end_group(process)
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends the run and the ranks it has started, which must not go on without the demo."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):  # all of them have left
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_SECONDS_TO_LEAVE)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
