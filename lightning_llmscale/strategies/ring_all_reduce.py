@@ -22,7 +22,7 @@ from lightning_llmscale.collectives.ddp_hook import (
     reduce_bucket_stock,
 )
 from lightning_llmscale.collectives.engine import CommunicationThread
-from lightning_llmscale.collectives.reducer import open_reducer
+from lightning_llmscale.collectives.reducer import ALGORITHMS, Algorithm, ReducerOptions, open_reducer
 from lightning_llmscale.errors import ConfigurationError, PeerFailureError
 from lightning_llmscale.strategies.base import ScalableStrategy
 
@@ -36,9 +36,17 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
     exact when ranks hold different numbers of samples. A peer that dies is named on every rank at once.
 
     Args:
-        algorithm: ``"ring"``: reduce-scatter then all-gather over sockets (Patarasuk and Yuan, 2009).
-            ``"shared_memory"``: all ranks on one host. ``"stock"``: torch's all-reduce. ``"auto"``: stock for NCCL,
-            shared memory on one CPU host, the ring between hosts.
+        algorithm: ``"ring"``: reduce-scatter then all-gather over sockets (Patarasuk and Yuan, 2009). ``"direct"``:
+            each rank sums a part of everybody's gradients (all-to-all), for lossy wires and high latency.
+            ``"two_level"``: shared memory inside a host, direct between hosts. ``"shared_memory"``: all ranks on one
+            host. ``"stock"``: torch's all-reduce. ``"auto"``: stock for NCCL, shared memory on one CPU host; between
+            hosts the links are measured and the cheapest is taken, which is logged.
+        wire: Format in which gradients travel between ranks: as they are (``"fp32"``), or rounded to ``"bf16"`` or to
+            ``"int8"`` in blocks. Lossy wires need ``"direct"`` or ``"two_level"``. A NaN or Inf survives each of them.
+        error_feedback: Add what the wire dropped to the next step's gradient; by default for ``"int8"`` only.
+        ring_order: Order of the ranks in the ring; ``"auto"`` measures the links first. For ``"ring"``.
+        segment_bytes: Size of the pieces that travel while others are added. For ``"ring"`` and ``"direct"``.
+        deterministic: Sum in rank order whatever the topology. For ``"direct"`` and ``"shared_memory"``.
         bucket_cap_mb: Size of a gradient bucket in MiB; smaller ones overlap earlier, larger ones cost fewer messages.
         peer_timeout: Seconds of silence after which another rank counts as stopped or unplugged.
         find_unused_parameters: Whether parameters may take no part in a step's loss, on some ranks or on all.
@@ -62,7 +70,12 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
     def __init__(
         self,
         *,
-        algorithm: Literal["auto", "stock", "ring", "shared_memory"] = "auto",
+        algorithm: Literal["auto", "stock", "ring", "direct", "two_level", "shared_memory"] = "auto",
+        wire: Literal["fp32", "bf16", "int8"] = "fp32",
+        error_feedback: bool | None = None,
+        ring_order: list[int] | Literal["auto"] | None = None,
+        segment_bytes: int | None = None,
+        deterministic: bool = False,
         bucket_cap_mb: float = 25.0,
         peer_timeout: float = 30.0,
         find_unused_parameters: bool | Literal["auto"] = "auto",
@@ -70,7 +83,11 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
         uneven: Literal["drop", "error"] = "drop",
         start_method: Literal["popen", "spawn", "fork"] = "popen",
     ) -> None:
-        _check(algorithm, bucket_cap_mb, find_unused_parameters, static_graph, start_method)
+        _check(algorithm, wire, bucket_cap_mb, find_unused_parameters, static_graph, start_method)
+        if error_feedback and wire == "fp32":
+            raise ConfigurationError(
+                "error_feedback=True cannot take effect with wire='fp32', which drops nothing; leave it out"
+            )
         super().__init__(
             peer_timeout=peer_timeout,
             uneven=uneven,
@@ -80,7 +97,14 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
             find_unused_parameters=False,  # torch's own way costs more: see collectives.completion
             gradient_as_bucket_view=True,
         )
-        self.algorithm = algorithm
+        self.algorithm: Algorithm = algorithm
+        self.reducer_options = ReducerOptions(
+            wire=wire,
+            error_feedback=error_feedback,
+            ring_order=ring_order,
+            segment_bytes=segment_bytes,
+            deterministic=deterministic,
+        )
         self._may_be_unused = not static_graph if find_unused_parameters == "auto" else find_unused_parameters
         self._reduction: BucketReduction | StockReduction | None = None
         self._thread: CommunicationThread | None = None
@@ -115,6 +139,7 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
             hosts=hosts,
             peer_timeout=self.peer_timeout,
             failure=self.control.waiting("the all-reduce of gradients"),
+            options=self.reducer_options,
         )
         self._thread = thread = CommunicationThread(reducer)
         self._reduction = BucketReduction(thread, scale=1.0 / self.world_size)
@@ -122,10 +147,10 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
         return lambda used: thread.submit(used, 1.0)
 
     def _open_stock(self, model: DistributedDataParallel) -> Callable[[Tensor], Future[Tensor]]:
-        if self.algorithm not in ("auto", "stock"):
+        if self.algorithm not in ("auto", "stock") or self.reducer_options != ReducerOptions():
             raise ConfigurationError(
-                f"algorithm={self.algorithm!r} reduces tensors in host memory, and this run computes on "
-                f"{self.root_device}; use algorithm='stock' or 'auto'"
+                f"algorithm={self.algorithm!r} with {self.reducer_options} reduces tensors in host memory, and this "
+                f"run computes on {self.root_device}; use algorithm='stock' or 'auto' and none of its other options"
             )
         stock = self._reduction = StockReduction(model.process_group, scale=1.0 / self.world_size)
         model.register_comm_hook(stock, reduce_bucket_stock)
@@ -221,10 +246,16 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
 
 
 def _check(
-    algorithm: str, bucket_cap_mb: float, find_unused_parameters: bool | str, static_graph: bool, start_method: str
+    algorithm: str,
+    wire: str,
+    bucket_cap_mb: float,
+    find_unused_parameters: bool | str,
+    static_graph: bool,
+    start_method: str,
 ) -> None:
     for option, value, valid in (
-        ("algorithm", algorithm, ("auto", "stock", "ring", "shared_memory")),
+        ("algorithm", algorithm, ALGORITHMS),
+        ("wire", wire, ("fp32", "bf16", "int8")),
         ("find_unused_parameters", find_unused_parameters, ("auto", True, False)),
         ("start_method", start_method, ("popen", "spawn", "fork")),
     ):

@@ -23,7 +23,7 @@ def conformance(pool: RankPool, oracle: RankPool, **options: Any) -> Conformance
     return Conformance(StrategySpec(PATH, options), pool, oracle, truths, refusal=None)
 
 
-@pytest.mark.parametrize("algorithm", ["stock", "ring", "shared_memory"])
+@pytest.mark.parametrize("algorithm", ["stock", "ring", "direct", "shared_memory"])
 def test_algorithm_on_two_ranks(pool1: RankPool, pool2: RankPool, algorithm: str) -> None:
     conformance(pool2, pool1, algorithm=algorithm).same_training(Gpt)
 
@@ -31,6 +31,11 @@ def test_algorithm_on_two_ranks(pool1: RankPool, pool2: RankPool, algorithm: str
 @pytest.mark.parametrize("algorithm", ["ring", "shared_memory"])
 def test_algorithm_on_four_ranks_in_small_buckets(pool1: RankPool, pool4: RankPool, algorithm: str) -> None:
     conformance(pool4, pool1, algorithm=algorithm, bucket_cap_mb=0.001).same_training(Gpt)
+
+
+@pytest.mark.parametrize(("wire", "tolerance"), [("bf16", 0.02), ("int8", 0.05)])
+def test_a_lossy_wire_stays_near_one_process(pool1: RankPool, pool2: RankPool, wire: str, tolerance: float) -> None:
+    conformance(pool2, pool1, wire=wire).same_training(Gpt, tolerance=tolerance)
 
 
 def test_static_graph(pool1: RankPool, pool2: RankPool) -> None:
@@ -54,6 +59,8 @@ def test_gradients_left_to_the_process_group(pool1: RankPool, pool2: RankPool) -
     [
         ({"algorithm": "rings"}, "'shared_memory'"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
+        ({"wire": "int4"}, "'int8'"),
+        ({"error_feedback": True}, "drops nothing"),
         ({"peer_timeout": -1.0}, "peer_timeout=-1.0"),
         ({"uneven": "join"}, "'drop' or 'error'"),
         ({"start_method": "forkserver"}, "'spawn'"),
