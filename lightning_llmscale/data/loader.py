@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ["BatchLoader", "Cursor", "EvaluationLoader", "Layout", "TrainLoader"]
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -91,14 +91,17 @@ class BatchLoader(ABC):
 
     def _batches(self, spans: Spans) -> Iterator[Any]:
         workers = min(self.layout.num_workers, len(spans))
-        batches = DataLoader(
-            _BatchStream(self.plan, self.layout, spans, self._collate),
-            batch_size=None,
-            collate_fn=_unchanged,
-            num_workers=workers,
-            prefetch_factor=self.layout.prefetch_factor if workers else None,
-            pin_memory=self.layout.pin_memory,
-        )
+        stream = _BatchStream(self.plan, self.layout, spans, self._collate)
+        batches: Iterable[Any] = stream
+        if workers or self.layout.pin_memory:
+            batches = DataLoader(
+                stream,
+                batch_size=None,
+                collate_fn=_unchanged,
+                num_workers=workers,
+                prefetch_factor=self.layout.prefetch_factor if workers else None,
+                pin_memory=self.layout.pin_memory,
+            )
         bad = BadSamples(self.layout.max_bad)
         for batch, problems, error in batches:
             bad.add(problems)
