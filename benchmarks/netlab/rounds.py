@@ -85,6 +85,7 @@ def main(
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="few rounds of the smallest case, nothing written")
+    parser.add_argument("--place", default="", help="only laboratories whose name contains this; nothing written")
     parser.add_argument("--here", help=argparse.SUPPRESS)  # set on the hosts: the place
     parser.add_argument("--output", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -102,6 +103,8 @@ def main(
     path.parent.mkdir(exist_ok=True)
     results: dict[str, Seconds] = {}
     for place, network in labs.items():
+        if options.place not in place:
+            continue
         output = Path(f"{path}.{os.getpid()}.tmp")
         command = [sys.executable, *sys.argv, "--here", place, "--output", str(output)]
         subprocess.run(lab.start(command, **network), check=True)
@@ -109,6 +112,6 @@ def main(
         output.unlink()
     lines = table(results)
     print("\n".join(lines))
-    if not options.quick:
+    if not options.quick and not options.place:
         machine = {"cpus": os.cpu_count(), "torch": torch.__version__, "load at the end": os.getloadavg()[0]}
         path.write_text(json.dumps({"machine": machine, "table": lines, "seconds": results}, indent=1) + "\n")

@@ -22,6 +22,9 @@ from lightning_llmscale.errors import ConfigurationError
 
 __all__ = ["islands_of_hosts", "open_two_level"]
 
+_PIECE_BYTES = 1 << 20
+"""What is summed between islands at a time: each such sum fills and drains the slow links once."""
+
 
 def islands_of_hosts(hosts: Sequence[str]) -> list[list[int]]:
     """The positions that share each host, in order of first appearance."""
@@ -68,7 +71,7 @@ def open_two_level(
     try:
         if len(set(inside.hosts)) == 1:
             return SharedMemoryReducer(inside, across=across)
-        return DirectReducer(inside, segment_bytes=512 << 10, across=across)
+        return DirectReducer(inside, segment_bytes=_PIECE_BYTES, across=across)
     except BaseException:
         across.close()
         raise
