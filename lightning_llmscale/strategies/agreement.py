@@ -188,6 +188,10 @@ class AgreeingStrategy(_Base):
         with self._watched("Lightning's signal check before a batch"):
             check()
 
+    def _guard_buffer_broadcast(self, broadcast: Callable[[], None]) -> None:
+        with self._watched("the broadcast of buffers"):
+            broadcast()
+
     @contextmanager
     def _watched(self, what: str) -> Iterator[None]:
         """Mark a torch collective of the main thread, in which a failed peer would leave it waiting."""

@@ -12,7 +12,7 @@ import logging
 import struct
 from collections import Counter
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_llmscale import _compat
 from lightning_llmscale.data.ranks import rank_loader, synchronized_loader
+from lightning_llmscale.data.webdataset_pipelines import share_webdataset
 from lightning_llmscale.errors import ConfigurationError, PeerFailureError, RefusedFeatureError
 from lightning_llmscale.strategies.agreement import AgreeingStrategy
 from lightning_llmscale.strategies.catalog import STRATEGIES
@@ -99,7 +100,11 @@ class ScalableStrategy(AgreeingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._excused = True
-        if self._control is not None and not isinstance(exception, PeerFailureError):
+        if isinstance(exception, PeerFailureError):
+            # mostly everybody's news; but a data plane that lost patience knows something of its own
+            if self._control is not None:
+                self._control.fail(str(exception))
+        elif self._control is not None:
             reason = str(exception).strip().splitlines()
             # a data worker's own words stand at the end of what its parent raises
             said = " ... ".join(dict.fromkeys((reason[0], reason[-1]))) if reason else ""
@@ -135,6 +140,8 @@ class ScalableStrategy(AgreeingStrategy):
                 return loader
             if self._injects_sampler:
                 return rank_loader(loader, replicas=replicas, replica=data["rank"], exchange=self._exchange)
+        if self._injects_sampler:
+            share_webdataset(loader, replicas=replicas, replica=data["rank"])
         if self._trainer.training:
             return synchronized_loader(loader, exchange=self._exchange, uneven=self.uneven, count=_compat.sample_count)
         return loader
@@ -214,7 +221,9 @@ class ScalableStrategy(AgreeingStrategy):
         module = self.module
         loss = weighting.scale(closure_loss, trainer.accumulate_grad_batches, boundary=not self._sync_blocked)
         self.control.doing = f"in backward of batch {trainer.fit_loop.batch_idx}"
-        with self._watched("backward"), self._named_failures():
+        # nobody waits for anybody in a backward that reduces nothing: a long one must not look like a deadlock
+        waits = nullcontext() if self._sync_blocked else self._watched("backward")
+        with waits, self._named_failures():
             self.pre_backward(loss)
             loss = self.precision_plugin.pre_backward(loss, module)
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)

@@ -119,9 +119,16 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
         super()._configure_launcher()
 
     @override
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        # ranks compare their parameters here
+        with self._watched("the comparison of the ranks' parameters"), self._named_failures():
+            return super()._setup_model(model)
+
+    @override
     def _register_ddp_hooks(self) -> None:
         if not isinstance(self.model, DistributedDataParallel):
             raise ConfigurationError(f"{type(self).__name__} reduces gradients of a wrapped module only")
+        _compat.guard_buffer_broadcast(self.model, self._guard_buffer_broadcast)
         self._close_reduction()
         submit = self._open_stock(self.model) if self.root_device.type == "cuda" else self._open_own(self.model)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
