@@ -7,6 +7,7 @@ the functions below.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch.distributed import Store
+from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "align_at_epoch_end",
     "current_loader",
     "default_store",
+    "guard_buffer_broadcast",
     "guard_signal_check",
     "inject_sampler",
     "injects_sampler",
@@ -73,10 +76,12 @@ PRIVATE_NAMES: dict[str, str] = {
     "trainer:validate_loop._results": "replaced by the aligned collection",
     "trainer:test_loop._results": "replaced by the aligned collection",
     "trainer:fit_loop.epoch_loop._broadcast_sigterm_tensor": "a torch collective before each batch; waits are watched",
+    "torch.nn.parallel:DistributedDataParallel._sync_buffers": "the same within its forward",
     "trainer:fit_loop.epoch_loop._batches_that_stepped": "the loggers' axis, moved back with the batches on resume",
     "trainer:_evaluation_loop._combined_loader": "the loaders of the running evaluation, flattened",
     "lightning.pytorch.strategies:DDPStrategy._register_ddp_hooks": "Lightning registers hooks on CUDA only",
     "lightning.pytorch.strategies:DDPStrategy._configure_launcher": "the place where Trainer options are complete",
+    "lightning.pytorch.strategies:DDPStrategy._setup_model": "wraps the module, for which ranks wait for each other",
     "strategy:_layer_sync": "tells whether sync_batchnorm was asked for",
     "strategy:_ddp_kwargs": "arguments of DistributedDataParallel",
     "torchmetrics:Metric._copy_state_dict": "a repeated sample must not count in a metric's state",
@@ -168,6 +173,17 @@ def guard_signal_check(trainer: Trainer, guard: Callable[[Callable[[], None]], N
     loop = trainer.fit_loop.epoch_loop
     original = type(loop)._broadcast_sigterm_tensor.__get__(loop)
     loop._broadcast_sigterm_tensor = lambda: guard(original)  # type: ignore[method-assign]
+
+
+def guard_buffer_broadcast(model: DistributedDataParallel, guard: Callable[[Callable[[], None]], None]) -> None:
+    """Run DDP's broadcast of buffers in its forward inside `guard`, so that waits in it are seen."""
+    whole = weakref.ref(model)  # a cycle would keep the hooks of a wrapper alive that was replaced
+
+    def broadcast() -> None:
+        if (wrapper := whole()) is not None:
+            type(wrapper)._sync_buffers(wrapper)  # type: ignore[no-untyped-call]
+
+    model._sync_buffers = lambda: guard(broadcast)  # type: ignore[method-assign]
 
 
 def logged_steps(trainer: Trainer) -> int:

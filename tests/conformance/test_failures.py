@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_llmscale.errors import LlmscaleError, PeerFailureError
@@ -279,6 +281,84 @@ def test_ranks_in_different_collectives(conformance: Conformance) -> None:
     for error in conformance.pool.errors(fit_different_calls, conformance.strategy, timeout=60.0):
         assert error.is_a(PeerFailureError), error.traceback
         assert "only rank 0 comes here" in error.message
+
+
+class SavesAlone(Mlp):
+    """One rank saves a checkpoint in mid-epoch while the other goes on into DDP's broadcast of buffers."""
+
+    alone = 0
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("offset", torch.zeros(1))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and rank() == self.alone:
+            self.trainer.save_checkpoint("alone.ckpt")
+
+
+def fit_saving_alone(strategy: StrategySpec, alone: int) -> None:
+    module = SavesAlone()
+    module.alone = alone
+    new_trainer(strategy).fit(module)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_rank_that_saves_alone_between_two_steps(conformance: Conformance, alone: int) -> None:
+    for error in conformance.pool.errors(fit_saving_alone, conformance.strategy, alone, timeout=60.0):
+        assert error.is_a(PeerFailureError), error.traceback
+        assert "Trainer.save_checkpoint" in error.message
+
+
+class OtherLayer(Mlp):
+    """Ranks build layers of different sizes."""
+
+    def build(self) -> None:
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 8 + rank()), torch.nn.Linear(8 + rank(), 1))
+
+
+def fit_other_layer(strategy: StrategySpec) -> None:
+    new_trainer(strategy).fit(OtherLayer())
+
+
+def test_ranks_with_different_modules(conformance: Conformance) -> None:
+    for error in conformance.pool.errors(fit_other_layer, conformance.strategy, timeout=60.0):
+        assert "appears not to match sizes of the same param" in error.message
+
+
+class LongBackward(torch.autograd.Function):
+    """Rank 1's backward takes longer than a deadlock needs to be called one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if rank() == 1:
+            time.sleep(7.0)
+        return grad
+
+
+class WaitsInAWindow(Mlp):
+    """Within an accumulation window rank 0 waits on the control plane for a rank that still computes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return LongBackward.apply(loss) if batch_idx == 0 else loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.trainer.strategy.barrier("all ranks come here")
+
+
+def fit_with_long_backward(strategy: StrategySpec) -> int:
+    trainer = new_trainer(strategy, max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(WaitsInAWindow())
+    return trainer.global_step
+
+
+def test_a_long_backward_within_a_window_is_no_deadlock(conformance: Conformance) -> None:
+    assert min(conformance.ranks(fit_with_long_backward)) > 0
 
 
 def fit_again_after_failure(strategy: StrategySpec) -> tuple[str, int]:

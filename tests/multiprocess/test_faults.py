@@ -28,6 +28,28 @@ def test_a_killed_rank_is_named_by_the_other(pool2: RankPool, phase: str) -> Non
     assert "rank 1" in survivor.error.message
 
 
+class UnfreezesAlone(Mlp):
+    """Rank 1 waits inside torch, to wrap its module anew, while rank 0 waits for gradients."""
+
+    def build(self) -> None:
+        super().build()
+        self.net[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and rank() == 1:
+            self.net[0].requires_grad_(True)
+
+
+def fit_unfreezing_alone(strategy: StrategySpec) -> None:
+    new_trainer(strategy).fit(UnfreezesAlone())
+
+
+def test_a_data_plane_that_loses_patience_tells_all_ranks(pool2: RankPool) -> None:
+    for error in pool2.errors(fit_unfreezing_alone, RING, timeout=60.0):
+        assert error.is_a(PeerFailureError), error.traceback
+        assert "rank" in error.message.lower()
+
+
 class StuckOnOneRank(Mlp):
     """Rank 1's main thread waits for a lock that nobody will release."""
 
