@@ -60,6 +60,7 @@ class ScalableStrategy(AgreeingStrategy):
         self._sync_blocked = False
         self._injects_sampler: bool | None = None
         self._pass: int | None = None
+        self._pass_start = 0
         self._in_pass = 0
         self._evaluated: Counter[int] = Counter()
 
@@ -191,8 +192,12 @@ class ScalableStrategy(AgreeingStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         trainer, _ = self._running()
-        self._in_pass = self._in_pass + 1 if self._pass == trainer.current_epoch else 0
-        self._pass = trainer.current_epoch
+        index = trainer.fit_loop.batch_idx  # counts batches that were skipped, because they are None, too
+        if self._pass != trainer.current_epoch:
+            # only the first pass of a run may begin in the middle of an epoch, by a resume
+            self._pass_start = index if self._pass is None else 0
+            self._pass = trainer.current_epoch
+        self._in_pass = index - self._pass_start
         super().on_train_batch_start(batch, batch_idx)
 
     @override

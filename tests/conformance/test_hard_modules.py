@@ -141,6 +141,21 @@ def test_channels_last(conformance: Conformance) -> None:
     conformance.same_training(ChannelsLast)
 
 
+class SkipsBatches(Mlp):
+    """Makes the second batch of the run None, which Lightning skips; the last one stays as short as it is."""
+
+    taken = 0
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.taken += 1
+        return None if self.taken == 2 else batch
+
+
+@pytest.mark.feature("training")
+def test_batches_that_are_skipped(conformance: Conformance) -> None:
+    conformance.same_training(SkipsBatches, {"samples": 29}, {"max_epochs": 2}, losses=False)
+
+
 class EndsEpochs(Mlp):
     """Leaves each epoch after three batches, by the hook that Lightning has for it."""
 
