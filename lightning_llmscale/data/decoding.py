@@ -38,20 +38,11 @@ def npy_layout(raw: memoryview) -> tuple[int, np.dtype[Any], tuple[int, ...], bo
     Raises:
         ValueError: Not an npy file, or an array of Python objects.
     """
-    if len(raw) < 12 or bytes(raw[:6]) != b"\x93NUMPY":
+    fixed = bytes(raw[:12])
+    if len(fixed) < 12 or fixed[:6] != b"\x93NUMPY":
         raise ValueError("not an npy file")
-    fixed = 12 if raw[6] > 1 else 10
-    start = fixed + int.from_bytes(raw[8:fixed], "little")
-    header = bytes(raw[fixed:start])
-    match = _USUAL_HEADER.match(header)
-    if match is not None:
-        shape = tuple(int(size) for size in match[3].split(b",") if size.strip())
-        return start, _dtype(match[1].decode()), shape, match[2] == b"True"
-    fields = ast.literal_eval(header.decode("utf-8" if raw[6] > 2 else "latin1"))
-    dtype = np.dtype(fields["descr"])
-    if dtype.hasobject:
-        raise ValueError("an array of Python objects would have to be unpickled; store numbers")
-    return start, dtype, fields["shape"], fields["fortran_order"]
+    start = 12 + int.from_bytes(fixed[8:12], "little") if fixed[6] > 1 else 10 + int.from_bytes(fixed[8:10], "little")
+    return start, *_parse_header(bytes(raw[12 if fixed[6] > 1 else 10 : start]))
 
 
 _USUAL_HEADER = re.compile(
@@ -59,14 +50,25 @@ _USUAL_HEADER = re.compile(
 )
 """What numpy writes for arrays of numbers; thirty times as fast to match as to evaluate."""
 
-_dtype = functools.lru_cache(maxsize=64)(np.dtype)
+
+@functools.lru_cache(maxsize=16_384)
+def _parse_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
+    match = _USUAL_HEADER.match(header)
+    if match is not None:
+        shape = tuple(int(size) for size in match[3].split(b",") if size.strip())
+        return np.dtype(match[1].decode()), shape, match[2] == b"True"
+    fields = ast.literal_eval(header.decode("utf-8"))
+    dtype = np.dtype(fields["descr"])
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects would have to be unpickled; store numbers")
+    return dtype, fields["shape"], fields["fortran_order"]
 
 
 def _array(raw: memoryview) -> np.ndarray[Any, Any]:
     start, dtype, shape, fortran = npy_layout(raw)
     # a copy: torch wants writable memory, and a batch must not keep a shard mapped
     flat = np.frombuffer(raw, dtype, math.prod(shape), start).copy()
-    return flat.reshape(shape, order="F" if fortran else "C")
+    return flat if len(shape) == 1 else flat.reshape(shape, order="F" if fortran else "C")
 
 
 def _arrays(raw: memoryview) -> dict[str, np.ndarray[Any, Any]]:

@@ -24,6 +24,7 @@ _U64 = NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
 _SMALL = 16
+_CHUNK = 1 << 15
 _SLOT, _PIECE = 1, 2
 
 
@@ -64,6 +65,9 @@ def permute(x: Int, n: Int | int, key: _U64 | int) -> Int:
     """
     size = np.broadcast_to(np.asarray(n, np.int64), x.shape)
     keys = np.broadcast_to(np.asarray(key, np.uint64), x.shape)
+    if len(x) > _CHUNK:  # temporaries that stay in the processor's cache
+        starts = range(0, len(x), _CHUNK)
+        return np.concatenate([permute(x[i : i + _CHUNK], size[i : i + _CHUNK], keys[i : i + _CHUNK]) for i in starts])
     bits = np.frexp((size - 1).astype(np.float64))[1]  # bit length of size - 1, exact below 2**53
     half = ((bits + 1) // 2).astype(np.uint64)
     out = x.astype(np.int64)
@@ -136,9 +140,12 @@ class EpochOrder:
     def _cut_pieces(self) -> None:
         """Cut the line at the borders of shards and lanes."""
         lane_edges = np.arange(self.lanes + 1) * self._per_lane
-        cuts = np.unique(np.concatenate([self._edges[self._edges <= lane_edges[-1]], lane_edges]))
+        cuts = np.concatenate([self._edges[self._edges <= lane_edges[-1]], lane_edges])
+        cuts.sort(kind="stable")  # merges two sorted runs
+        cuts = cuts[np.flatnonzero(np.diff(cuts, append=cuts[-1] + 1))]
         self._first_piece = np.searchsorted(cuts, lane_edges)
         self._pieces = np.diff(self._first_piece)
+        # a piece begins in the last shard whose edge is not beyond it, so empty shards have none
         self._piece_shard = np.searchsorted(self._edges, cuts[:-1], "right") - 1
         self._piece_start = cuts[:-1] - self._edges[self._piece_shard]
         self._piece_size = np.diff(cuts)
@@ -146,13 +153,15 @@ class EpochOrder:
     def _cut_slots(self) -> None:
         """Lay the parts of the pieces into slots; slots of all lanes stand in one row, each lane ``per_lane`` long."""
         self._first_slot = np.concatenate([[0], np.cumsum(self._pieces + self._window - 1)]).astype(np.int64)
-        lane = np.repeat(np.arange(self.lanes), self._pieces)
-        slot = np.arange(len(lane)) - self._first_piece[lane] + self._first_slot[lane]
         sizes = np.zeros(self._first_slot[-1], np.int64)
-        for part in range(int(self._window.max(initial=0))):
-            use = np.flatnonzero(part < self._window[lane])
-            low, high = _part(self._piece_size[use], part, self._window[lane[use]])
-            sizes[slot[use] + part] += high - low
+        for begin in range(0, len(self._piece_size), _CHUNK):
+            piece = np.arange(begin, min(begin + _CHUNK, len(self._piece_size)))
+            lane = np.searchsorted(self._first_piece, piece, "right") - 1
+            slot = piece - self._first_piece[lane] + self._first_slot[lane]
+            for part in range(int(self._window.max(initial=0))):
+                use = part < self._window[lane]
+                low, high = _part(self._piece_size[piece[use]], part, self._window[lane[use]])
+                sizes[slot[use] + part] += high - low
         self._slot_edges = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
     def locate(self, positions: Int) -> tuple[Int, Int]:
