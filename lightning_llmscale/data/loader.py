@@ -15,9 +15,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lightning_llmscale.data.order import Int
+from lightning_llmscale.data.order import Int, derive_key
 from lightning_llmscale.data.plan import EpochEnd, Plan, Spans, evaluation_spans, pass_spans
 from lightning_llmscale.data.prefetch import Prefetcher
 from lightning_llmscale.data.processing import BadSamples
@@ -101,6 +102,8 @@ class BatchLoader(ABC):
                 num_workers=workers,
                 prefetch_factor=self.layout.prefetch_factor if workers else None,
                 pin_memory=self.layout.pin_memory,
+                # its own seed: torch would draw one from the generator that dropout uses
+                generator=torch.Generator().manual_seed(derive_key(spans.start, self.layout.rank) >> 1),
             )
         bad = BadSamples(self.layout.max_bad)
         for batch, problems, error in batches:

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,6 +150,13 @@ def test_rank_weights_are_the_samples_of_each_rank(source: SampleSource) -> None
     loaders = [training_loader(source, 23, rank, 4, 0, Cursor()) for rank in range(4)]
     for index, parts in enumerate(zip(*loaders, strict=True)):
         assert loaders[0].rank_weights(index) == [len(part) for part in parts]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_leaves_the_global_random_state_alone(source: SampleSource, workers: int) -> None:
+    state = torch.random.get_rng_state()
+    list(training_loader(source, 20, 0, 1, workers, Cursor()))
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_a_loader_has_a_length_and_no_state(source: SampleSource) -> None:
