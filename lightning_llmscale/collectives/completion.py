@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_llmscale.errors import ConfigurationError
+
 __all__ = ["BackwardCompletion"]
 
 
@@ -24,23 +26,37 @@ class BackwardCompletion:
     Args:
         parameters: The parameters that the reducer waits for, in the same order on all ranks.
         submit: Sums a flat CPU tensor over ranks, behind all reductions submitted before.
+        strict: Whether a gradient outside `begin` and `end` is an error; with a single rank it does no harm.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], submit: Callable[[Tensor], Future[Tensor]]) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], submit: Callable[[Tensor], Future[Tensor]], strict: bool = True
+    ) -> None:
         self._parameters = list(parameters)
         self._submit = submit
         self._reached: set[int] = set()
+        self._open, self._strict = False, strict
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
             for parameter in self._parameters
         ]
 
     def _note(self, parameter: Tensor) -> None:
+        if self._strict and not self._open:
+            raise ConfigurationError(
+                "gradients were computed by loss.backward(), past the strategy, and would not be averaged over ranks; "
+                "call self.manual_backward(loss) instead"
+            )
         self._reached.add(id(parameter))
 
     def begin(self) -> None:
-        """Forget the last backward."""
+        """Open a backward and forget the last."""
+        self._open = True
         self._reached.clear()
+
+    def end(self) -> None:
+        """Close the backward; gradients that come outside one are an error."""
+        self._open = False
 
     def complete(self) -> None:
         """Complete a backward whose gradients are reduced (a collective; it waits where something is missing)."""

@@ -139,7 +139,11 @@ def rank_loader(loader: DataLoader[Any], *, replicas: int, replica: int, exchang
     """A copy of `loader` that yields this replica's part of every global batch.
 
     The copy is shallow, so any subclass with any constructor works; the user's sampler still receives ``set_epoch``.
+
+    Raises:
+        DataError: On every rank, if the ranks' loaders draw from different numbers of samples (a collective).
     """
+    _check_lengths(loader, exchange)
     clone = copy.copy(loader)
     # DataLoader forbids assigning these once its iterator may depend on them; the copy has none yet
     attributes = vars(clone)
@@ -193,6 +197,18 @@ def _set_random_state(state: tuple[Any, ...]) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state[0]), dtype=torch.uint8))
     np.random.set_state(state[1])
     random.setstate(state[2])
+
+
+def _check_lengths(loader: DataLoader[Any], exchange: Exchange) -> None:
+    source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    length = _length(getattr(source, "sampler", source))
+    answers = exchange("the length of a loader", struct.pack("<q", -1 if length is None else length))
+    lengths = [struct.unpack("<q", answer)[0] for answer in answers]
+    if len(set(lengths)) > 1:
+        raise DataError(
+            f"the ranks' loaders draw from {lengths} samples; each rank must hold the whole data set, which is then "
+            "shared out, or set Trainer(use_distributed_sampler=False) if every rank brings its own part"
+        )
 
 
 class SynchronizedLoader:

@@ -133,7 +133,7 @@ class AgreeingStrategy(_Base):
         op = str(reduce_op).rsplit(".", 1)[-1].lower()
         if op in ("mean", "avg") and self._step_share is not None and self._step_share != 1.0:
             tensor = tensor * self._step_share if self._step_share else torch.zeros_like(tensor)
-        if self.world_size == 1:
+        if self.world_size == 1 or tensor.numel() == 0:
             return tensor
         if tensor.numel() > _SMALL:
             self._exchange(f"{what} ({op} of {tuple(tensor.shape)} {tensor.dtype})")

@@ -134,7 +134,7 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         self._covered = {id(p) for p in trainable}
         if self._may_be_unused:
-            self._completion = BackwardCompletion(trainable, submit)
+            self._completion = BackwardCompletion(trainable, submit, strict=self.world_size > 1)
 
     def _open_own(self, model: DistributedDataParallel) -> Callable[[Tensor], Future[Tensor]]:
         hosts = [a.decode() for a in self._exchange("the names of the hosts", socket.gethostname().encode())]
@@ -180,6 +180,8 @@ class RingAllReduceStrategy(ScalableStrategy, DDPStrategy):
     def complete_gradients(self) -> None:
         if self._completion is not None and not self._sync_blocked:
             self._completion.complete()
+        if self._completion is not None:
+            self._completion.end()
         self._raise_reduction_error()
 
     @override
