@@ -56,6 +56,14 @@ class Across:
         future.add_done_callback(lambda _: done.set())
         while not done.wait(POLL_SECONDS):
             tick()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a sum that failed, if any has.
+
+        Raises:
+            PeerFailureError: A sum failed.
+        """
         if self._thread.error is not None:
             raise self._thread.error
 

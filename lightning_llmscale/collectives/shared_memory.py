@@ -4,8 +4,8 @@ Method: the tensor passes through the windows chunk by chunk. Of each chunk a ra
 *reduces* the part it owns straight from its own tensor and the peers' windows, and *gathers* the finished parts of the
 others. Per byte of the tensor that is about (n-1)/n copies in, one pass of additions and one copy out, where a ring
 over sockets copies each byte twice more into and out of the kernel. The three stages of consecutive chunks overlap, so
-a rank seldom waits, and polls but briefly before it sleeps: each "staged" or "reduced" is one byte in a Unix socket,
-which wakes a sleeping peer, orders the memory accesses, and ends (EOF) when its process dies.
+a rank seldom waits, and then sleeps: each "staged" or "reduced" is one byte in a Unix socket, which wakes a sleeping
+peer, orders the memory accesses, and ends (EOF) when its process dies.
 
 The windows are anonymous (``memfd_create``, descriptors passed over the sockets): they have no name under ``/dev/shm``
 that a killed run could leave behind, and do not count against that mount's size.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import select
 import socket
 import sys
 import threading
@@ -28,14 +29,14 @@ from torch.futures import Future
 
 from lightning_llmscale.collectives.across import Across
 from lightning_llmscale.collectives.chunks import check_flat, chunk_bounds
-from lightning_llmscale.collectives.links import Link, LinkClosedError, Rendezvous, Watch, connect_links
+from lightning_llmscale.collectives.links import POLL_SECONDS, Link, LinkClosedError, Rendezvous, Watch, connect_links
 from lightning_llmscale.collectives.protocol import Group
 from lightning_llmscale.errors import ConfigurationError, PeerFailureError
 
 __all__ = ["SharedMemoryReducer"]
 
-_SPIN_SECONDS = 100e-6
-"""How long a waiting rank polls, yielding its core each time, before it sleeps: about the cost of a wake-up."""
+_SLOTS = 3
+"""Chunks in flight: how far a rank may run ahead of a peer that was not scheduled for a while."""
 
 _STAGED, _REDUCED, _ALIVE, _FAREWELL = b"S", b"R", b"A", b"F"
 
@@ -46,7 +47,7 @@ class SharedMemoryReducer:
     Args:
         group: At least two ranks, all on this machine.
         chunk_bytes: Bytes of the tensor that pass through the window at a time. The window of each rank takes
-            ``3 * chunk_bytes * (1 + 1 / group.size)``, with ``across`` 4 instead of 3 times.
+            ``3 * chunk_bytes * (1 + 1 / group.size)``.
         across: Sums the part this rank owns over other groups too, while this one goes on with the next chunk; closed
             with this reducer.
 
@@ -57,7 +58,7 @@ class SharedMemoryReducer:
         PeerFailureError: A rank did not show up.
     """
 
-    def __init__(self, group: Group, *, chunk_bytes: int = 2 << 20, across: Across | None = None) -> None:
+    def __init__(self, group: Group, *, chunk_bytes: int = 4 << 20, across: Across | None = None) -> None:
         if len(set(group.hosts)) != 1:
             raise ConfigurationError(
                 f"algorithm='shared_memory' needs all ranks on one machine and they run on {sorted(set(group.hosts))}; "
@@ -65,8 +66,6 @@ class SharedMemoryReducer:
             )
         self._position, self._size, self._watch = group.position, group.size, group.watch
         self._across = across
-        self._lag = 0 if across is None else 1
-        self._slot_count = 3 + self._lag
         self._chunk_bytes = chunk_bytes
         self._result_bytes = -(-chunk_bytes // group.size) + 8  # + 8: parts are cut in whole elements
         self._result_bytes += -self._result_bytes % 64
@@ -121,7 +120,7 @@ class SharedMemoryReducer:
 
     @property
     def _window_bytes(self) -> int:
-        return self._slot_count * (self._chunk_bytes + self._result_bytes)
+        return _SLOTS * (self._chunk_bytes + self._result_bytes)
 
     def _map_windows(self, group: Group, own: int) -> list[mmap.mmap]:
         links = self._tokens.links
@@ -185,39 +184,49 @@ class SharedMemoryReducer:
     def _all_reduce(self, flat: Tensor, scale: float, stream: Hashable | None) -> None:
         step = self._chunk_bytes // flat.element_size()
         chunks = [flat[start : start + step] for start in range(0, flat.numel(), step)]
-        first, count, lag, doing = self._chunks_done, len(chunks), self._lag, f"all-reduce {self._operations}"
+        first, count, tokens, doing = self._chunks_done, len(chunks), self._tokens, f"all-reduce {self._operations}"
         self._chunks_done += count
-        self._tokens.goal = self._chunks_done
+        tokens.goal = self._chunks_done
         sums: list[Future[Tensor]] = []
-        # Why 3 + lag slots suffice: a peer announces stage(i) only after gather(i - 3 - lag), so once all have
-        # announced chunk i, the result slot of i - 3 - lag is free for reduce(i); and my gather(i - 3 - lag), before my
-        # stage(i), proves that all have read what I staged in that slot.
-        for index in range(count + 2 + lag):
-            if index < count:
-                self._stage(chunks[index], first + index)
-                self._tokens.tell(_STAGED)
-            if 0 <= index - 1 < count:
-                self._tokens.wait(_STAGED, first + index, doing)
-                result = self._reduce(chunks[index - 1], first + index - 1, scale)
-                if self._across is not None:
-                    place = None if stream is None else (stream, index)
+        staged = reduced = published = gathered = 0
+        # What is furthest along goes first, so that windows stay in cache; if a peer lags, staging runs ahead while
+        # there are slots. None is overwritten too early: chunk i is staged only after gather(i - slots), which proves
+        # that all have read what this rank staged there; and it is reduced only after all have staged it, hence have
+        # gathered i - slots from the result slot.
+        while gathered < count:
+            heard = tokens.hear()
+            if gathered < published and tokens.least(_REDUCED) > first + gathered:
+                self._gather(chunks[gathered], first + gathered)
+                gathered += 1
+            elif self._across is not None and published < len(sums) and sums[published].done():
+                self._across.check()
+                self._publish(chunks[published], first + published)
+                published += 1
+            elif reduced < staged and tokens.least(_STAGED) > first + reduced:
+                result = self._reduce(chunks[reduced], first + reduced, scale)
+                reduced += 1
+                if self._across is None:
+                    self._publish(chunks[published], first + published)
+                    published += 1
+                else:
+                    place = None if stream is None else (stream, reduced)
                     sums.append(self._across.submit(result, scale, place))
-            if 0 <= index - 1 - lag < count:
-                if self._across is not None:
-                    self._across.wait(sums[index - 1 - lag], lambda: self._tokens.stay(doing))
-                self._publish(chunks[index - 1 - lag], first + index - 1 - lag)
-                self._tokens.tell(_REDUCED)
-            if index >= 2 + lag:
-                self._tokens.wait(_REDUCED, first + index - 1 - lag, doing)
-                self._gather(chunks[index - 2 - lag], first + index - 2 - lag)
+            elif staged < count and staged < gathered + _SLOTS:
+                self._stage(chunks[staged], first + staged)
+                staged += 1
+            elif published < len(sums) and self._across is not None:
+                self._across.wait(sums[published], lambda: tokens.stay(doing))
+            elif not heard:
+                tokens.wait(doing)
 
     def _stage(self, chunk: Tensor, number: int) -> None:
         stages, _ = self._views(chunk.dtype)
-        window = stages[self._position][number % self._slot_count]
+        window = stages[self._position][number % _SLOTS]
         bounds = chunk_bounds(chunk.numel(), self._size)
         begin, end = bounds[self._position], bounds[self._position + 1]
         window[:begin].copy_(chunk[:begin])
         window[end : chunk.numel()].copy_(chunk[end:])
+        self._tokens.tell(_STAGED)
 
     def _reduce(self, chunk: Tensor, number: int, scale: float) -> Tensor:
         """Sum the own part into its result slot, scaled unless ``across`` will do it."""
@@ -226,9 +235,9 @@ class SharedMemoryReducer:
         bounds = chunk_bounds(chunk.numel(), self._size)
         begin, end = bounds[self._position], bounds[self._position + 1]
         own = chunk[begin:end]
-        sources = [window[number % self._slot_count][begin:end] for window in stages]
+        sources = [window[number % _SLOTS][begin:end] for window in stages]
         sources[self._position] = own
-        result = results[self._position][number % self._slot_count][: end - begin]
+        result = results[self._position][number % _SLOTS][: end - begin]
         if chunk.dtype in (torch.float16, torch.bfloat16):
             self._sum_in_single_precision(sources, scale, result)
         else:
@@ -243,7 +252,8 @@ class SharedMemoryReducer:
         _, results = self._views(chunk.dtype)
         bounds = chunk_bounds(chunk.numel(), self._size)
         own = chunk[bounds[self._position] : bounds[self._position + 1]]
-        own.copy_(results[self._position][number % self._slot_count][: own.numel()])
+        own.copy_(results[self._position][number % _SLOTS][: own.numel()])
+        self._tokens.tell(_REDUCED)
 
     def _sum_in_single_precision(self, sources: Sequence[Tensor], scale: float, result: Tensor) -> None:
         if self._scratch is None:
@@ -261,15 +271,15 @@ class SharedMemoryReducer:
         for owner, windows in enumerate(results):
             if owner != self._position:
                 part = chunk[bounds[owner] : bounds[owner + 1]]
-                part.copy_(windows[number % self._slot_count][: part.numel()])
+                part.copy_(windows[number % _SLOTS][: part.numel()])
 
     def _views(self, dtype: torch.dtype) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """The stage and result slots of each rank as tensors of ``dtype``."""
         if dtype not in self._slots:
             size = dtype.itemsize
-            stage_starts = [slot * self._chunk_bytes for slot in range(self._slot_count)]
-            results_begin = self._slot_count * self._chunk_bytes
-            result_starts = [results_begin + slot * self._result_bytes for slot in range(self._slot_count)]
+            stage_starts = [slot * self._chunk_bytes for slot in range(_SLOTS)]
+            results_begin = _SLOTS * self._chunk_bytes
+            result_starts = [results_begin + slot * self._result_bytes for slot in range(_SLOTS)]
             self._slots[dtype] = (
                 [
                     [torch.frombuffer(m, dtype=dtype, count=self._chunk_bytes // size, offset=o) for o in stage_starts]
@@ -311,6 +321,9 @@ class _TokenMesh:
         self._counts = {token: dict.fromkeys(links, 0) for token in (_STAGED, _REDUCED)}
         self._ended: dict[int, LinkClosedError] = {}
         self._last_sign = time.monotonic()
+        self._sleeping = select.poll()
+        for link in links.values():
+            self._sleeping.register(link.socket, select.POLLIN)
         self.goal = 0
 
     def tell(self, token: bytes) -> None:
@@ -320,44 +333,36 @@ class _TokenMesh:
             except OSError:  # gone, or so stalled that its buffer is full of tokens: matters when its own are missing
                 continue
 
+    def least(self, token: bytes) -> int:
+        """How often every peer has announced ``token``, as far as heard."""
+        return min(self._counts[token].values())
+
+    def hear(self) -> bool:
+        """Take in what has arrived, without waiting; whether there was anything."""
+        heard = False
+        for link in self.links.values():
+            if link.peer not in self._ended and (data := link.poll()) is not None:
+                self._absorb(link, data)
+                heard = True
+        return heard
+
     def stay(self, doing: str) -> None:
         """Called every poll interval of a wait for other groups: this rank is alive, and are the others?"""
         self.tell(_ALIVE)
         self._last_sign = time.monotonic()
-        self._look_around(doing)
+        self.hear()
+        self._check(doing)
 
-    def wait(self, token: bytes, count: int, doing: str) -> None:
-        """Until every peer has announced ``token`` at least ``count`` times."""
-        counts = self._counts[token]
+    def wait(self, doing: str) -> None:
+        """Until anything arrives, asleep: polling with yields in between gives the core away for longer."""
         self._last_sign = time.monotonic()
-        for peer, link in self.links.items():
-            while counts[peer] < count:
-                if peer in self._ended:
-                    raise self._ended[peer]
-                try:
-                    data = self._poll_briefly(link) or link.socket.recv(4096)
-                except BlockingIOError:
-                    self._look_around(doing)
-                except OSError:
-                    self._absorb(link, b"")
-                else:
-                    self._absorb(link, data)
+        while not self._sleeping.poll(POLL_SECONDS * 1000):
+            self._check(doing)
+        self.hear()
+        self._check(doing)
 
-    @staticmethod
-    def _poll_briefly(link: Link) -> bytes | None:
-        until = time.monotonic() + _SPIN_SECONDS
-        while time.monotonic() < until:
-            if data := link.poll(4096):
-                return data
-            os.sched_yield()
-        return None
-
-    def _look_around(self, doing: str) -> None:
-        """A poll interval has passed: has anybody left, and if not, who holds the group up for how long?"""
-        for link in self.links.values():
-            data = link.poll()
-            if data is not None:
-                self._absorb(link, data)
+    def _check(self, doing: str) -> None:
+        """Has anybody left, and if not, who holds the group up for how long?"""
         for peer, error in self._ended.items():
             if self._counts[_REDUCED][peer] < self.goal:  # a peer that left after its last part is no failure
                 raise error
@@ -375,6 +380,8 @@ class _TokenMesh:
         if left or not data:
             while more := link.poll():
                 words += more
+            with contextlib.suppress(KeyError, ValueError):  # not there any more, or closed on this side already
+                self._sleeping.unregister(link.socket)
             self._ended.setdefault(link.peer, LinkClosedError(link.peer, words.decode(errors="replace") or None))
 
     def leave(self, reason: str) -> None:
