@@ -19,6 +19,7 @@ import os
 import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,8 @@ _TOKEN_BYTES = 32
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BEAT = 1.0  # seconds between heartbeats
 _BLOCKED_AFTER = 2.0  # seconds without progress after which a data-plane wait is reported
+_IN_TORCH_AFTER = 8.0  # the same inside torch, at most
+_FRAMES = 3  # innermost frames of the main thread that are looked at
 _STOPPED_AFTER = 5.0  # a longer pause of the control thread means this process itself was stopped
 
 
@@ -81,6 +84,7 @@ class ControlPlane:
         self._gone: dict[int, str] = {}
         self._blocked: tuple[str, float, float] | None = None
         self._region: tuple[str, float] | None = None
+        self._in_torch: tuple[str, float] | None = None
         self._closed = False
         if world_size == 1:
             return
@@ -166,8 +170,8 @@ class ControlPlane:
             self._region = None
 
     def current_region(self) -> str | None:
-        """The marked call the main thread is in, if any."""
-        region = self._region
+        """The marked call, or the collective of torch, that the main thread is in, if any."""
+        region = self._region or self._in_torch
         return None if region is None else region[0]
 
     @property
@@ -247,6 +251,7 @@ class ControlPlane:
             last = now
             if now >= next_beat:
                 next_beat = now + _BEAT
+                self._look_for_torch(now)
                 for rank in list(self._links):
                     self._tell(rank, Kind.BEAT, self._beat())
             if self.rank == 0:
@@ -346,9 +351,24 @@ class ControlPlane:
         beat = {"doing": self.doing, "blocked": self._long_blocked(time.monotonic())}
         return json.dumps(beat if identity is None else {**beat, "identity": identity}).encode()
 
+    def _look_for_torch(self, now: float) -> None:
+        """Note whether the main thread is inside torch.distributed, where users' own collectives wait unmarked."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        for _ in range(_FRAMES):
+            if frame is None:
+                break
+            if "/torch/distributed/" in frame.f_code.co_filename.replace("\\", "/"):
+                what = f"torch.distributed ({frame.f_code.co_name})"
+                since = self._in_torch[1] if self._in_torch is not None else now
+                self._in_torch = (what, since)
+                return
+            frame = frame.f_back
+        self._in_torch = None
+
     def _long_blocked(self, now: float) -> str | None:
-        region = self._region
-        if region is not None and now - region[1] >= _BLOCKED_AFTER:
+        region = self._region or self._in_torch
+        # inside torch progress cannot be seen: a long transfer must not look like a wait too soon
+        if region is not None and now - region[1] >= min(self._peer_timeout, _IN_TORCH_AFTER):
             return region[0]
         if self._blocked is None:
             return None

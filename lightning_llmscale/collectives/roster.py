@@ -118,18 +118,23 @@ class Roster:
                     f"network is unplugged (peer_timeout={self.peer_timeout:g}); it was last {member.doing}"
                     f"{self._waiters()}"
                 )
-        if not self._arrived:
-            return Verdict()
-        first = min(arrival.time for arrival in self._arrived.values())
+        first = min((arrival.time for arrival in self._arrived.values()), default=now)
         if now - first > self.wait_limit:
             return Verdict(failure=f"waited {now - first:.0f} s without success: {self.whereabouts()}; {_REMEDY}")
-        since = [
-            self._arrived[r].time if r in self._arrived else (m.blocked_since if m.blocked else now)
-            for r, m in enumerate(self.members)
-        ]
-        if now - max(since) >= self.deadlock_after:
+        if now - self._all_blocked_since(now) >= self.deadlock_after:
             return Verdict(failure=f"deadlock: {self.whereabouts()}; {_REMEDY}")
         return Verdict()
+
+    def _all_blocked_since(self, now: float) -> float:
+        """Since when every rank has been waiting, not all of them in one place; `now` if that is not so."""
+        since, places = [], set()
+        for rank, member in enumerate(self.members):
+            arrival = self._arrived.get(rank)
+            if arrival is None and member.blocked is None:
+                return now
+            since.append(member.blocked_since if arrival is None else arrival.time)
+            places.add(member.blocked if arrival is None else arrival.tag)
+        return max(since) if len(places) > 1 else now
 
     def long_wait(self, now: float) -> tuple[float, str] | None:
         """Seconds for which the open operation has been waiting and the sentence that says for whom, if one is open."""

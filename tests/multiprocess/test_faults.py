@@ -6,9 +6,10 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_llmscale.callbacks import Chaos, HangWatchdog
-from lightning_llmscale.errors import PeerFailureError
+from lightning_llmscale.errors import DataError, PeerFailureError
 from tests.conformance.jobs import StrategySpec, new_trainer, rank
 from tests.conformance.models import Mlp
 from tests.support.pool import RankPool
@@ -73,3 +74,57 @@ def test_a_stuck_step_ends_the_run_on_all_ranks(pool2: RankPool) -> None:
     assert "rank 1 is in training_step of batch 2" in waiting.error.message
     assert "in training_step of batch 2" in stuck.log, "the stuck rank says so before it ends"
     assert "StuckOnOneRank" in stuck.log or "training_step" in stuck.log
+
+
+class BackwardPastTheStrategy(Mlp):
+    """Optimises by hand and calls ``loss.backward()``, which Lightning cannot see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch, batch_idx).backward()
+
+
+def fit_past_the_strategy(strategy: StrategySpec) -> None:
+    new_trainer(strategy).fit(BackwardPastTheStrategy())
+
+
+def test_a_backward_past_the_strategy_is_refused(pool2: RankPool) -> None:
+    errors = pool2.errors(fit_past_the_strategy, RING, timeout=60.0)
+    assert any("self.manual_backward(loss)" in error.message for error in errors)
+
+
+class ComputesOnRankZero(Mlp):
+    """Rank 0 alone enters a collective that torch runs, not Lightning."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if rank() == 0:
+            torch.distributed.all_reduce(torch.ones(1))
+
+
+def fit_with_a_collective_on_rank_zero(strategy: StrategySpec) -> None:
+    new_trainer(strategy).fit(ComputesOnRankZero())
+
+
+def test_a_collective_of_torch_on_one_rank_ends_in_words(pool2: RankPool) -> None:
+    outcomes = pool2.outcomes(fit_with_a_collective_on_rank_zero, RING, timeout=60.0)
+    for outcome in outcomes:
+        assert not outcome.timed_out, str(outcome)
+        assert not outcome.ok, str(outcome)
+
+
+class UnequalData(Mlp):
+    def dataset(self) -> Any:
+        return torch.utils.data.Subset(super().dataset(), range(8 + 8 * rank()))
+
+
+def fit_unequal_data(strategy: StrategySpec) -> None:
+    new_trainer(strategy).fit(UnequalData())
+
+
+def test_data_sets_of_different_length_are_refused_at_set_up(pool2: RankPool) -> None:
+    for error in pool2.errors(fit_unequal_data, RING, timeout=60.0):
+        assert error.is_a(DataError)
+        assert "the ranks' loaders draw from [8, 16] samples" in error.message

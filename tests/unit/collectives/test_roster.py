@@ -75,6 +75,17 @@ def test_a_deadlock_needs_every_rank_blocked_for_a_while(roster: Roster) -> None
     assert "deadlock: rank 0 is waiting in barrier, ranks 1 and 2 are waiting in the all-reduce" in failure
 
 
+def test_ranks_stuck_in_different_places_outside_the_plane_are_a_deadlock_too(roster: Roster) -> None:
+    for rank in range(3):
+        roster.seen(rank, 9.0)
+        roster.report(rank, "in a callback", "torch.distributed (all_reduce)", 2.0)
+    assert roster.check(9.0).failure is None, "all in one place: a long transfer, perhaps"
+    roster.report(1, "in a callback", "Lightning's signal check", 3.0)
+    failure = roster.check(9.0).failure
+    assert failure is not None
+    assert "rank 1 is waiting in Lightning's signal check" in failure
+
+
 def test_even_living_ranks_are_not_waited_for_without_end(roster: Roster) -> None:
     roster.arrive(1, "barrier", b"", 0.0)
     for rank in (1, 2):
