@@ -328,12 +328,16 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/llmscale_data_benchmark"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/data_throughput.json"))
+    parser.add_argument(
+        "--only", default=",".join(CONTENDERS), help="contenders to run (default: all that are installed)"
+    )
     parser.add_argument("--once", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
         run_once(options.once, options.work, options.folder, int(options.workers))
         return 0
     found, results = installed(), []
+    found = {name: number for name, number in found.items() if name in options.only.split(",")}
     for work in options.work.split(","):
         kind = "text" if work == "text_str" else work
         folder = options.folder / kind
