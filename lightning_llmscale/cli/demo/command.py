@@ -78,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strategy", default="ring_allreduce", help="short name, class name or class path (default: ring_allreduce)"
     )
-    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps (default: 1500)")
-    parser.add_argument("--minutes", type=float, default=3.0, help="stop training after so long (default: 3)")
+    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps (default: 1200)")
+    parser.add_argument("--minutes", type=float, default=2.5, help="stop training after so long (default: 2.5)")
     parser.add_argument("--out", default="llmscale_demo", help="folder for shards, logs and results")
     return parser
 
