@@ -80,6 +80,8 @@ class LlmscaleCLI(LightningCLI):
         # A copy is asked, because the ranks must find the DataModule as new.
         if isinstance(self.datamodule, WebDatasetDataModule) and _starts_ranks():
             stage = str(self.config.subcommand)
+            sampling = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
+            self.datamodule.check_replicas(sampling["num_replicas"] if sampling else 1)
             copy.deepcopy(self.datamodule).setup(stage)
 
     @override

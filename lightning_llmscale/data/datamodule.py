@@ -219,11 +219,7 @@ class WebDatasetDataModule(LightningDataModule):
             stage: ``"fit"``, ``"validate"`` or ``"test"``.
         """
         layout = self._layout()
-        if self.global_batch_size < layout.world_size:
-            raise ConfigurationError(
-                f"global_batch_size={self.global_batch_size} is smaller than the number of ranks, {layout.world_size}; "
-                f"use at least one item a rank."
-            )
+        self.check_replicas(layout.world_size)
         in_use = 2 * self._lanes * self._window // layout.world_size + 8
         for name in {"fit": ("val",), "validate": ("val",), "test": ("test",)}.get(stage, ()):
             shards = {"val": self.val, "test": self.test}[name]
@@ -234,6 +230,21 @@ class WebDatasetDataModule(LightningDataModule):
                 if name not in self._train_sources:
                     self._train_sources[name] = self._options.open(name, shards, in_use)
             self._setup_fit(layout)
+
+    def check_replicas(self, replicas: int) -> None:
+        """Check the options against the number of data replicas, which a launcher knows before it starts any.
+
+        Args:
+            replicas: Number of data replicas.
+
+        Raises:
+            ConfigurationError: If a global batch has no item for each of them.
+        """
+        if self.global_batch_size < replicas:
+            raise ConfigurationError(
+                f"global_batch_size={self.global_batch_size} is smaller than the number of ranks, {replicas}; "
+                f"use at least one item a rank."
+            )
 
     def _train_patterns(self) -> Mapping[str, str | Sequence[str]]:
         if self.train is None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
 from typing_extensions import override
 
@@ -39,6 +40,7 @@ __all__ = ["AgreeingStrategy"]
 
 _SMALL = 4096  # elements; larger tensors are reduced by torch.distributed once all ranks have agreed to do so
 _BROKEN_PIPE = re.compile(r"closed by peer|reset by peer|broken pipe|timed out|Connection refused", re.IGNORECASE)
+_MEETING = 600.0  # seconds within which all ranks must have come to the rendezvous
 _PATIENCE = 2.0  # seconds after a peer's failure until torch's own connections are cut
 _LAST_RESORT = 20.0  # seconds after which a main thread that is still inside torch is given up, and its process with it
 
@@ -73,13 +75,42 @@ class AgreeingStrategy(_Base):
         sockets = _sockets()
         # Lightning seeds ranks anew here; the random numbers of a run are those of the script, as in one process
         state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        super().setup_environment()
+        with self._meeting():
+            super().setup_environment()
         torch.set_rng_state(state[0])
         np.random.set_state(state[1])
         random.setstate(state[2])
         self._torch_sockets |= _sockets() - sockets
         if self._control is None or self._control.failure() is not None:
             self._open_control()
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """While ranks meet: end this one if the others do not come, or if the process that started it has gone."""
+        met, parent = threading.Event(), os.getppid()
+        started_by_us = isinstance(self.cluster_environment, LightningEnvironment) and self.local_rank > 0
+        deadline = time.monotonic() + _MEETING
+
+        def watch() -> None:
+            while not met.wait(0.5):
+                if started_by_us and os.getppid() != parent:
+                    os._exit(1)  # nobody is left to whom this could be told
+                if time.monotonic() > deadline:
+                    print(
+                        f"rank {self.global_rank} ends: not all {self.world_size} ranks met within {_MEETING:g} s "
+                        "at MASTER_ADDR and MASTER_PORT; start all of them, or unset RANK and WORLD_SIZE",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    os._exit(1)
+
+        watcher = threading.Thread(target=watch, name="llmscale-meeting", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            met.set()
+            watcher.join()
 
     def _open_control(self) -> None:
         global _open_plane

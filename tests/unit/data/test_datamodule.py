@@ -177,3 +177,10 @@ def test_another_batch_size_keeps_the_lanes_of_auto(tmp_path: Path) -> None:
     rest = [n for batch in data.train_dataloader() for n in batch["cls"].tolist()]
     assert len(rest) == 54
     assert len({*first, *rest}) == 58
+
+
+def test_a_batch_smaller_than_the_replicas_is_refused_before_any_starts() -> None:
+    module = WebDatasetDataModule(train="shards/{0..3}.tar", global_batch_size=3)
+    module.check_replicas(3)
+    with pytest.raises(ConfigurationError, match="global_batch_size=3 is smaller than the number of ranks, 4"):
+        module.check_replicas(4)
