@@ -303,8 +303,10 @@ def close_under_way(algorithm: Algorithm, one_host: bool) -> None:
         assert not waiting.is_alive()
         assert len(failures) == 1
         store.set("closed", "")
+        store.wait(["heard"])  # the store lives in this process
     else:
         store.wait(["closed"])
+        store.set("heard", "")
         with pytest.raises(PeerFailureError, match="rank 0"):
             reducer.all_reduce(torch.ones(1000), 1.0)
         reducer.close()
