@@ -83,11 +83,12 @@ PRIVATE_NAMES: dict[str, str] = {
     "lightning.pytorch.strategies:DDPStrategy._configure_launcher": "the place where Trainer options are complete",
     "lightning.pytorch.strategies:DDPStrategy._setup_model": "wraps the module, for which ranks wait for each other",
     "strategy:_layer_sync": "tells whether sync_batchnorm was asked for",
-    "strategy:_ddp_kwargs": "arguments of DistributedDataParallel",
-    "torchmetrics:Metric._copy_state_dict": "a repeated sample must not count in a metric's state",
+    "metric:_copy_state_dict": "a repeated sample must not count in a metric's state",
+    "metric:_update_count": "the same",
+    "metric:_computed": "the same",
     "torch.distributed.distributed_c10d:_get_default_store": "rendezvous of our own connections",
 }
-"""Where each private name is found (`module:path`, or a path on a Trainer or a strategy) and why it is needed."""
+"""Where each private name is found (`module:path`, or a path on a Trainer, strategy or metric) and why it is needed."""
 
 
 def default_store() -> Store:

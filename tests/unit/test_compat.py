@@ -10,6 +10,7 @@ import pytest
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torchmetrics import SumMetric
 
 from lightning_llmscale._compat import PRIVATE_NAMES
 
@@ -20,7 +21,7 @@ def roots() -> dict[str, Any]:
     trainer.strategy.connect(LightningModule())
     trainer.state.fn = TrainerFn.VALIDATING
     trainer.validating = True
-    return {"trainer": trainer, "strategy": DDPStrategy()}
+    return {"trainer": trainer, "strategy": DDPStrategy(), "metric": SumMetric()}
 
 
 @pytest.mark.parametrize("name", sorted(PRIVATE_NAMES))
